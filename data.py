@@ -49,7 +49,7 @@ class Objective(Protocol):
     num_sentinels: int  # sentinels that its spans need, from <extra_id_0> on
 
     def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
-        """Take config.data. Raise ValueError for settings that do not fit the objective."""
+        """Take config.data. Raise Refused for settings that do not fit the objective."""
 
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
@@ -117,13 +117,12 @@ class Denoising:
             self.concatenates = config.concatenate == 'yes'
         if self.lengths.inputs < self.min_inputs_length:
             raise Refused(
-                f'data.lengths.inputs={self.lengths.inputs} is too short: a row holds a token, a '
-                f'sentinel and EOS: use {self.min_inputs_length} or more'
+                f'data.lengths.inputs={self.lengths.inputs} is too short: use {self.min_inputs_length} or more'
             )
         self.set_lengths(config, vocabulary)
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
-        """Set `num_sentinels` and `raw_length` if the defaults do not fit; refuse settings with a ValueError."""
+        """Set `num_sentinels` and `raw_length` if the defaults do not fit. Raise Refused for settings that cannot."""
 
     def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
         """Return inputs and targets, without EOS, of raw ids, all int32 [rows, length]; DROPPED marks gaps."""
@@ -143,19 +142,17 @@ class Denoising:
         return documents.ends.tolist()
 
     def check_targets(self, length: int) -> None:
-        """Raise ValueError unless a row has room for targets of `length`, EOS included."""
-        if self.lengths.targets < length:
-            raise Refused(
-                f'data.lengths.targets={self.lengths.targets}: too short for the inputs; use '
-                f'{length} or more'
-            )
+        """Raise Refused unless a row has room for targets of `length`, EOS included."""
+        targets = self.lengths.targets
+        if targets < length:
+            raise Refused(f'data.lengths.targets={targets}: too short for the inputs; use {length}')
 
     def check_sentinels(self, num_spans: int, vocabulary: Vocabulary) -> None:
         if vocabulary.num_sentinels < num_spans:
             raise Refused(
                 f'data.lengths.inputs={self.lengths.inputs} gives {num_spans} noise spans for '
-                f'{vocabulary.num_sentinels} sentinels (data.extra_ids={vocabulary.num_extra_ids}): '
-                'use more sentinels (T5 has 100), shorter inputs, or fewer or longer spans'
+                f'{vocabulary.num_sentinels} sentinels (data.extra_ids={vocabulary.num_extra_ids}): use more '
+                'sentinels, or shorter inputs'
             )
 
 
@@ -175,8 +172,7 @@ class SpanCorruption(Denoising):
         )
         if self.raw_length >= MAX_RAW_LENGTH:
             raise Refused(
-                f'data.noise_density={self.noise_density}: data.lengths.inputs={self.lengths.inputs} '
-                f'would hold {MAX_RAW_LENGTH:,} tokens or more of text: lower the density'
+                f'data.noise_density={self.noise_density}: rows of {MAX_RAW_LENGTH:,} or more tokens: lower it'
             )
         self.check_targets(max(targets_length, MIN_LENGTH))
         self.check_sentinels(self.num_sentinels, vocabulary)

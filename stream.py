@@ -73,9 +73,9 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         return self.task.name
 
     def texts_of(self, record: Record) -> list[dict]:
-        """Return the texts of the examples of a record, none for a bad one.
+        """Return the texts of the examples of a record, none for a bad one (data.on_bad_line=skip).
 
-        If the task's own function fails, and data.on_bad_line is stop, its error has a note that names the record.
+        If the task's own function stops the run, its error has a note that names the record.
         """
         try:
             return list(self.task.preprocess([record.fields]))
@@ -91,14 +91,18 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         return []
 
     def describe(self, record: Record) -> str:
-        """Return the place of a record: 'line 15 of mine.jsonl'."""
+        """Return the place of a record: 'line 15 of mine.jsonl', or its name if it is in no file."""
         path, _, position = record.name.rpartition(':')
+        if not path:
+            return record.name
         kind = self.source.bad_lines.kind or kind_of(path)
         return BadLine(path, int(position), '', kind).name()
 
     def add_bad(self, name: str, reason: str) -> None:
-        """Count a bad record. Raise ValueError if that stops the run (data.on_bad_line)."""
+        """Count a bad record. Raise Refused if that stops the run (data.on_bad_line)."""
         path, _, position = name.rpartition(':')
+        if not path:  # in no file: nothing is left out
+            raise Refused(f'{name}: {reason}')
         self.source.bad_lines.add(path, int(position), reason)
 
 
@@ -140,7 +144,7 @@ class Stream:
     """Iterator of batches: [rows, length] under T5X's names, for `rows` of the global batch.
 
     After `num_epochs` of a task a row is padding. When all rows are, the stream ends. In a mixture a task starts its
-    next epoch without end. Raises ValueError for settings that do not fit, and for a split without a document.
+    next epoch without end. Raises Refused for settings that do not fit, and for a split without a document.
     """
 
     mixture: OpenMixture
@@ -176,8 +180,7 @@ class Stream:
             first = self.tasks[0]
             if first.task.validation_split == NO_SPLIT:
                 raise Refused(
-                    f'task {first.name!r} has no split for validation: name records for it, as in '
-                    "data.validation_split='test', or divide one: 'train[:90%]' and 'train[90%:]'"
+                    f'task {first.name!r} has no split for validation: name one with data.validation_split'
                 )
             first.source.raise_empty(self.split)
         self.tasks = with_text
@@ -441,7 +444,7 @@ class TokenizedTask:
         self.draws_targets = config.target_choice == 'random'
         self.weight_field = config.weight[1:-1]  # '' for none
         self.objective = task.open_objective(config, vocabulary)
-        self.source.check_ids(task.name, self.objective.features, vocabulary.hash)
+        self.source.check_ids(self.objective.features, vocabulary.hash)
 
     def tokenize(self, records: Sequence[Record], *key: int | str) -> list[Tokenized]:
         """Return the examples of records: one of each, or as many as the task's function gives.
@@ -485,7 +488,7 @@ class TokenizedTask:
                 if self.weight_field:
                     try:
                         ids['weight'] = weight_at({**record.fields, **texts}, self.weight_field)
-                    except ValueError as error:
+                    except Refused as error:
                         self.opened.add_bad(record.name, str(error))
                         continue
                 examples.append(Tokenized(record.name, texts, ids))

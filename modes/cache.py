@@ -72,16 +72,13 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     """Cache what config.task names, part `part` of it, below the first of config.cache_dirs.
 
     `config`: config.data. Tasks and shards that an earlier call finished are skipped. Return what to
-    print at the end. Raises ValueError for wrong settings and where another cache is in the way.
+    print at the end. Raises Refused where another cache is in the way.
     """
     config = config.copy_and_resolve_references()
     if not cache_roots(config):
-        raise Refused('--mode=cache needs a folder for the caches: name it with data.cache_dirs')
+        raise Refused('--mode=cache needs data.cache_dirs: name a folder for the caches')
     if not config.vocabulary:
-        raise Refused(
-            "data.vocabulary='': --mode=cache needs the vocabulary whose ids it writes: name a "
-            'SentencePiece model, a folder that holds one, or bytes'
-        )
+        raise Refused("data.vocabulary='': --mode=cache needs the vocabulary of its ids: name one")
     check_not_of_records(config)
     config.use_cached = 'no'
     vocabulary = vocabulary_of(config)
@@ -346,10 +343,7 @@ def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) ->
     old = task_cache.read_json(file)
     changed = [name for name, value in content.items() if old.get(name) != value]
     if changed:
-        raise Refused(
-            f'{folder} holds part of a cache of other data ({", ".join(changed)} changed): remove it, '
-            'or name another data.cache_dirs'
-        )
+        raise Refused(f'{folder} is of other data ({", ".join(changed)} changed): remove it')
 
 
 def complete(folder: Path, jobs: Sequence[Job]) -> str:

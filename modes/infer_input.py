@@ -28,7 +28,7 @@ import tasks
 import tasks.open
 from messages import Refused
 from run.examples import RECORDS_AT_ONCE, Example
-from sources import files, tables, value_at
+from sources import files, named, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
@@ -68,9 +68,7 @@ def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[Tokenized
     """Open a task, or each task of a mixture; `config`: config.data."""
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if not task.takes_inputs:
-            raise Refused(
-                f'data.task={name!r} has no inputs: name a text-to-text task, or a file with --input'
-            )
+            raise Refused(f'data.task={name!r} has no inputs: name another, or a file with --input')
         opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
         yield TokenizedTask(opened, config, vocabulary)
 
@@ -126,7 +124,7 @@ class FileExamples:
             self.name = 'stdin'
             if self.kind == 'parquet':
                 raise Refused(
-                    "--input=- with data.kind='parquet': Parquet is not read from a pipe: name a file"
+                    "--input=- with data.kind='parquet': Parquet is read from files: name one"
                 )
             if sys.stdin is None:
                 raise Refused('--input=-: standard input is closed: name a file')
@@ -155,13 +153,9 @@ class FileExamples:
             'targets': Template('data.targets', targets),
         }
         if self.kind == 'text':
-            fields = self.templates['inputs'].fields
-            remedy = "set data.inputs='' if each line is the inputs"
-            tables.check_text(self.title, fields, self.text_field, remedy)
+            self.check_columns([self.text_field], self.templates['inputs'].fields)
         if needs_targets and self.kind == 'text':
-            raise Refused(
-                f"--score needs targets: {self.title} is text: write JSON Lines with 'inputs' and 'targets'"
-            )
+            raise Refused(f'--score needs targets, and {self.title} is text: write JSON Lines')
         self.fields = fields
         self.header: list[str] = []  # a table's
         self.has_warned = False
@@ -185,11 +179,13 @@ class FileExamples:
         if self.kind in ('csv', 'tsv'):
             _, line = next(lines)
             self.header = tables.header_of(line, self.kind, self.delimiter, self.title)
-            fields = self.templates['inputs'].fields
-            remedy = 'add it, or name others with --config.data.inputs'
-            remedy = tables.remedy_of_header(' '.join(self.header), self.kind, remedy)
-            tables.check_columns(self.title, self.header, fields, remedy=remedy)
+            self.check_columns(self.header, self.templates['inputs'].fields)
         yield from lines
+
+    def check_columns(self, columns: Sequence[str], fields: Sequence[str]) -> None:
+        """Raise Refused for a file without a column that the settings name."""
+        remedy = f'correct --config.data.inputs, data.kind (now {self.kind!r}) or data.delimiter'
+        tables.check_columns(self.title, columns, fields, remedy)
 
     def parquet_rows(self) -> Iterator[tuple[int, str | dict]]:
         """Yield the rows of Parquet with their numbers: what the templates read of them, and `fields`."""
@@ -204,8 +200,7 @@ class FileExamples:
                 columns += [x for x in (field, field.split('/')[0]) if x in readable][:1]
             columns = list(dict.fromkeys(columns))
             if not columns:
-                remedy = 'name others with --config.data.inputs'
-                tables.check_columns(self.title, readable, wanted[:1], remedy)
+                self.check_columns(readable, wanted[:1])
             footer = parquet.read_footer(self.path, columns)
             tables.check_names(footer.names, self.title)
             _, integers = parquet.integer_columns([], [self.path], columns)
@@ -226,11 +221,9 @@ class FileExamples:
             if self.kind == 'tsv' and not self.has_warned and tables.is_quoted(str(line)):
                 self.has_warned = True
                 logging.warning('line %d of %s: %s', number, self.title, tables.QUOTED_TSV)
-            try:
+            with named(f'{self.unit} {number} of {self.title}'):
                 fields.append(self.fields_of(line))
                 texts.append(self.texts_of(fields[-1]))
-            except ValueError as error:
-                raise Refused(f'{self.unit} {number} of {self.title}: {error}') from None
         ids = {}
         for name in ('inputs', 'targets'):
             of_name = [of_line.get(name, '') for of_line in texts]
@@ -246,20 +239,15 @@ class FileExamples:
 
     def fields_of(self, line: str | dict) -> dict:
         """Return the fields of a line, or of a row of Parquet."""
-        if isinstance(line, dict):
-            found = tables.as_json(line)
-            if not any(found.values()):
-                raise Refused('no text: remove the row, each one is an example')
-            return found
         fields: dict = {}
-        is_empty = not line.strip()
-        if not is_empty:
+        if isinstance(line, dict):
+            fields = tables.as_json(line)
+        elif line.strip():
             fields = tables.fields_of_line(
                 line, self.kind, self.text_field, self.header, self.delimiter
             )
-            is_empty = self.kind in ('csv', 'tsv') and not any(fields.values())
-        if is_empty:
-            raise Refused('no text: remove the line, each one is an example')
+        if self.kind != 'jsonl' and not any(fields.values()):
+            raise Refused('no text: remove it, each line or row is an example')
         return fields
 
     def texts_of(self, fields: Mapping) -> dict[str, str]:
@@ -297,17 +285,16 @@ class FileExamples:
         return np.append(ids, np.int32(EOS_ID)).astype(np.int32)
 
 
-def too_long(title: str, num_tokens: int, name: str, length: int) -> ValueError:
+def too_long(title: str, num_tokens: int, name: str, length: int) -> Refused:
     return Refused(
-        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: shorten them, '
-        f'cut them with --trim, or set --config.data.lengths.{name}={num_tokens}'
+        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
     )
 
 
 def encode_text(
     text: str, vocabulary: Vocabulary, length: int, trim: bool, title: str = '--text'
 ) -> list[int]:
-    """Return the ids of --text, EOS included. Raises ValueError for one that is too long."""
+    """Return the ids of --text, EOS included."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -319,7 +306,7 @@ def encode_text(
 
 
 def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file, which may be gzipped. Raises ValueError if it is not text.
+    """Yield (number, line) of a file, which may be gzipped.
 
     A row of CSV is one line, whatever newlines its quoted fields hold.
     """
@@ -335,9 +322,7 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
                 encoding = 'utf-8-sig' if number == 1 else 'utf-8'
                 yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
     except UnicodeDecodeError as error:
-        raise Refused(
-            f'line {number} of {title}: byte {error.start + 1} is not UTF-8: convert the file'
-        ) from None
+        raise Refused(f'line {number} of {title}: byte {error.start + 1} is not UTF-8') from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Refused(f'{title} is broken gzip ({error}): copy it again') from None
     if number == 0:

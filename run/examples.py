@@ -105,7 +105,7 @@ def text_changes(examples: Sequence[Example], vocabulary: Vocabulary) -> TextCha
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError for a value of --split that names no split."""
+    """Raise Refused for a value of --split that names no split."""
     if split not in SPLITS:
         raise Refused(f'--split={split}: use one of {", ".join(SPLITS)}')
 
@@ -116,8 +116,7 @@ def read_split(
     """Yield the examples of a split, at most `limit`, cut as in training.
 
     `with_choices`: and those after the last one that have its inputs, the other choices of one input.
-    A bad record has none, and so has one that the objective drops. Raises ValueError for a split that
-    the task does not have.
+    A bad record has none, and so has one that the objective drops.
     """
     examples = _read(task, split, is_limited=limit is not None)
     for last in itertools.islice(examples, limit):

@@ -4,7 +4,9 @@ A source shuffles its records and divides each epoch among the lanes of the batc
 tokens. Imports no format and no jax.
 """
 
+import abc
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -57,12 +59,10 @@ def weight_at(fields: Mapping, name: str) -> np.ndarray:
     value = value_at(fields, name)
     try:
         weight = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         weight = math.nan
     if not 0 <= weight <= MAX_WEIGHT:
-        raise Refused(
-            f'its weight {name!r} is {value!r:.40}: must be a number of 0 or more; correct it, or data.weight'
-        )
+        raise Refused(f'its weight {name!r} is {value!r:.40}; use a number of 0 or more')
     return np.array(weight, np.float32)
 
 
@@ -99,7 +99,7 @@ class Document(NamedTuple):
     record: Record
 
 
-class Part:
+class Part(abc.ABC):
     """The records of one split, or of two that a hash of each record tells apart."""
 
     num_records: int | None = None  # None if counting takes reading all of them
@@ -115,6 +115,7 @@ class Part:
         """Return the random order of all blocks or shards in an epoch."""
         return permutation(num_items, 'epoch', seed, epoch).astype(np.uint32)
 
+    @abc.abstractmethod
     def pools(
         self, share: Share, first: int, keep: Callable[[Record], bool]
     ) -> Iterator[tuple[int, list[Record | None]]]:
@@ -123,11 +124,10 @@ class Part:
         None stands for a line without a record and for a record that `keep` refuses: an offset in a pool
         means the same line in every split.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def in_order(self) -> Iterator[Record | None]:
         """Yield all records in the order in which they are stored."""
-        raise NotImplementedError
 
     def whole(self) -> 'Part':
         """Return the same records with all stored features."""
@@ -215,10 +215,9 @@ class Source:
 
     @functools.cached_property
     def test(self) -> Part:
-        """The records of the split test. Raises ValueError if there are none."""
+        """The records of the split test."""
         if self.open_test is None:
-            remedy = ', or set data.use_cached=no' if self.is_tokenized else ''
-            raise Refused(f'{self.description} have no split test: evaluate another split{remedy}')
+            raise Refused(f'{self.description} have no split test: evaluate another split')
         return self.open_test()
 
     def is_in_split(self, split: str, record: Record) -> bool:
@@ -245,44 +244,48 @@ class Source:
         return True
 
     def check_not_empty(self, split: str) -> None:
-        """Raise ValueError if the files of `split` are without a document."""
-        part = self.part_of(split)
-        for other in ('train', 'validation'):
-            if self.part_of(other) is part and next(self.records(other), None) is not None:
-                return
-        files = [file.path for file in self.files if self.part_of(file.split) is part]
-        where = first_ten(files) if files else f'split {split!r} of {self.description}'
-        raise Refused(f'no document is in {where}: name files with records')
+        """Raise Refused if the files of `split` are without a document."""
+        if all(record is None for record in self.part_of(split).in_order()):
+            self.raise_empty(split)
 
     def raise_empty(self, split: str) -> None:
-        """Raise ValueError: a split has no text."""
-        self.check_not_empty(split)
+        """Raise Refused: a split has no text."""
+        part = self.part_of(split)
+        where = f'split {split!r} of {self.description}'
+        if all(record is None for record in part.in_order()):
+            files = [file.path for file in self.files if self.part_of(file.split) is part]
+            where = first_ten(files) or where
         raise Refused(
-            f'no document is in split {split!r} of {self.description} at '
-            f'data.validation_fraction={self.validation_fraction}: both splits need '
-            'documents with text: name more files, or change the fraction'
+            f'no document is in {where}: name files with records, or change '
+            f'data.validation_fraction={self.validation_fraction}'
         )
 
-    def check_ids(self, task: str, features: Collection[str], vocabulary_hash: str) -> None:
-        """Raise ValueError for a cache without the features of a task, or with ids of another vocabulary."""
+    def check_ids(self, features: Collection[str], vocabulary_hash: str) -> None:
+        """Raise Refused for a cache without the features of a task, or with ids of another vocabulary."""
         if self.features is None:
             return
         if self.vocabulary_hash not in (None, vocabulary_hash):
             raise Refused(
-                f'{self.description} have ids of another vocabulary or data.extra_ids: set '
-                'data.vocabulary to the folder of the cache and data.extra_ids as it was cached, or '
-                'set data.use_cached=no'
+                f'{self.description} have ids of another vocabulary: set data.vocabulary and data.extra_ids to those'
             )
-        for feature in features:
-            if feature not in self.features:
-                raise Refused(
-                    f'{self.description} have no feature {feature!r}, which data.task={task!r} needs: '
-                    'cache it, or set data.use_cached=no'
-                )
+        missing = set(features) - set(self.features)
+        if missing:
+            raise Refused(
+                f'{self.description} have no feature {min(missing)!r}: set data.use_cached=no'
+            )
 
     def faults(self) -> tuple[list[str], int]:
         """Return the lines left out since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
+
+
+@contextlib.contextmanager
+def named(title: str) -> Iterator[None]:
+    """Begin a refusal with what it is about: a setting, or a line of a file."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f'{title}: {error}') from error
 
 
 def bytes_of(value: Any) -> bytes:
@@ -308,16 +311,13 @@ class BadLines:
         self._lock = threading.Lock()
 
     def add(self, path: str, position: int, reason: str, num_lines: int = 1) -> None:
-        """Count a line, or the lines of a row. Raises ValueError where that stops the run.
+        """Count a line, or the lines of a row. Raises Refused where that stops the run.
 
         `position` is the offset of the line in bytes, in a gzipped file the number of the line.
         """
         line = BadLine(path, position, reason, self.kind or kind_of(path))
         if self.action == 'stop':
-            raise Refused(
-                f'data.on_bad_line=stop (skip leaves it out): {line.describe()}; a run does not continue '
-                'on corrected files: name another --workdir'
-            )
+            raise Refused(f'data.on_bad_line=stop (skip leaves it out): {line.describe()}')
         with self._lock:
             if (path, position) in self._found:
                 return
@@ -327,18 +327,18 @@ class BadLines:
             bound = max(10, self.max_fraction * self.num_read)
             if self._num_found > bound:
                 raise Refused(
-                    f'{self._num_found:,} bad lines of {self.num_read:,}, more than {bound:,.0f} ('
-                    f'data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
+                    f'{self._num_found:,} bad lines of {self.num_read:,}, more than {bound:,.0f} '
+                    f'(data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
 
     def record(
         self, path: str, position: int, read: Callable, *arguments, num_lines: int = 1
     ) -> Record | None:
-        """Return the record of the fields that `read` returns; None for a blank line, None, or a bad one, ValueError."""
+        """Return the record of the fields that `read` returns; None for a blank line, None, or a bad one, Refused."""
         self.num_read += num_lines
         try:
             fields = read(*arguments)
-        except ValueError as error:
+        except Refused as error:
             self.add(path, position, str(error), num_lines)
             return None
         if fields is None:

@@ -15,6 +15,7 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import json
@@ -34,7 +35,7 @@ from messages import Refused
 from sources import FEATURES, BadLines, Record, deal
 from sources.deal import Blocks
 from sources.files import FileRecord
-from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, read_record, record_offsets
+from sources.tfrecord import ByteRange, ByteRanges, read_record, record_offsets
 
 MAX_CACHE_BLOCKS = 1 << 20
 MAX_INDEXED_BYTES = 1 << 28  # the examples of a larger cache are not found when it is opened
@@ -89,14 +90,12 @@ def find(roots: Sequence[paths.AnyPath], task: str) -> paths.AnyPath | None:
 
 
 def splits(folder: paths.AnyPath) -> list[str]:
-    """Return the names of the splits of a cached task that hold examples. Raises ValueError for damaged ones."""
+    """Return the names of the splits of a cached task that hold examples."""
     infos = [file.name for file in sorted(folder.glob('info.*.json'))]
     for name in [file.name for file in folder.glob('*.tfrecord-*')]:
         info = f'info.{name.partition(".tfrecord-")[0]}.json'
         if info not in infos:
-            raise Refused(
-                f'{folder / info} is missing, which describes {name}: copy the folder again'
-            )
+            raise Refused(f'{folder / info} is missing: copy the folder again')
     found = []
     for name in infos:
         if read_json(folder / name):  # {} stands for a split without examples, as in P3
@@ -105,44 +104,39 @@ def splits(folder: paths.AnyPath) -> list[str]:
 
 
 def open_split(folder: paths.AnyPath, split: str) -> Split:
-    """Return what a folder says of a split. Raises ValueError if it has none of this name."""
+    """Return what a folder says of a split."""
     available = splits(folder)
     if split not in available:
         raise Refused(f'{folder} has no split {split!r}: use one of {available}')
     features = {}
     stored_names = {}
     num_examples = None
+    info_file = folder / f'info.{split}.json'
     try:
-        info = read_json(folder / f'info.{split}.json')
+        info = read_json(info_file)
         for stored_name, feature in info['features'].items():
             name = re.sub('_plaintext$', '_pretokenized', stored_name)  # old caches have the former
             dtype = feature['dtype']
             if 'seqio_version' not in info and dtype == 'int64':
                 dtype = 'int32'
-            shape = tuple(feature['shape'])
-            features[name] = FeatureInfo(dtype, shape, stored_kind(dtype, shape))
+            sizes = [None if size is None else operator.index(size) for size in feature['shape']]
+            stored_kind = 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
+            features[name] = FeatureInfo(dtype, tuple(sizes), stored_kind)
             stored_names[name] = stored_name
         num_shards = info['num_shards']
         files: list[paths.AnyPath] = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
-        if len(files) != num_shards:
-            raise Refused(f'{len(files)} of {num_shards} files {split}.tfrecord-* are there')
         stats_file = folder / f'stats.{split}.json'
         if stats_file.is_file():
             num_examples = read_json(stats_file).get('examples')
         if num_examples is not None:
             num_examples = int(num_examples)
-    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError) as error:
-        reason = f'{error!r:.200}: copy the folder again, or cache the task again'
-        raise Refused(f'{folder / f"info.{split}.json"}: {reason}') from error
+    except (ArithmeticError, AttributeError, KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise Refused(f'{info_file} is damaged ({error!r:.200}): copy the folder again') from error
+    if not files or len(files) != num_shards:
+        raise Refused(
+            f'{info_file}: {len(files)} of {num_shards} shards are there: copy all of them'
+        )
     return Split(features, stored_names, files, num_examples)
-
-
-def stored_kind(dtype: str, shape: tuple) -> str:
-    """Return the list in tf.train.Example for a dtype and shape of info.json. Raises what numpy does for others."""
-    sizes = [operator.index(size) for size in shape if size is not None]
-    if len(sizes) < len(shape) - 1 or min(sizes, default=0) < 0:
-        raise Refused(f'shape {shape}')
-    return 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
 
 
 def vocabulary_hash(folder: paths.AnyPath) -> str | None:
@@ -162,7 +156,7 @@ def read_json(file: paths.AnyPath) -> dict:
 
 
 def read_example(path: str | Path, offset: int, split: Split, checksum: int | None = None) -> dict:
-    """Return the example at `offset`. Raises ValueError if it is damaged or its ids have another `checksum`."""
+    """Return the example at `offset`. Raises Refused if it is damaged or its ids have another `checksum`."""
     with open(path, 'rb', buffering=0) as file:
         file.seek(offset)
         example = decode(read_record(file, path) or b'', split)
@@ -247,19 +241,18 @@ def decode(content: bytes, split: Split) -> dict:
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
         kind = feature.WhichOneof('kind')
         values = getattr(feature, kind).value if kind else []
-        try:
-            if values and kind != info.stored_kind:  # an empty list may be stored as any kind
-                raise Refused(f'a {kind}')
-            example[name] = shaped(values, info)
-        except ValueError:
+        is_valid = not values or kind == info.stored_kind  # an empty list may be stored as any kind
+        with contextlib.suppress(OverflowError, ValueError):
+            example[name] = shaped(values, info) if is_valid else None
+        if example.get(name) is None:
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
-            ) from None
+            )
     return example
 
 
-def shaped(values: Sequence, info: FeatureInfo):
-    """Return the values of a feature: an array, a list of texts, or a scalar. Raises ValueError for others."""
+def shaped(values: Sequence, info: FeatureInfo) -> Any:
+    """Return the values of a feature: an array, a list of texts, or a scalar; None for an integer that is cut off."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
         if info.shape:
@@ -269,7 +262,7 @@ def shaped(values: Sequence, info: FeatureInfo):
         stored = np.array(values)
         array = stored.astype(info.dtype)
         if array.dtype.kind == 'i' and (array != stored).any():
-            raise Refused(f'no {info.dtype}')
+            return None
     array = array.reshape([-1 if size is None else size for size in info.shape])
     return array if info.shape else array.item()
 
@@ -344,7 +337,7 @@ def write_ids(file: IO[bytes], start: int, inputs: np.ndarray, targets: np.ndarr
 
 
 def open_ids(path: str) -> Ids:
-    """Open the ids that belong to a TFRecord file. Raises ValueError if they are cut off."""
+    """Open the ids that belong to a TFRecord file."""
     ids_path, index_path = ids_files(path)
     try:
         index = np.memmap(index_path, '<i8', mode='r').reshape(-1, len(IndexEntry._fields))
@@ -363,7 +356,7 @@ def open_ids(path: str) -> Ids:
 
 
 def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
-    """Return the ids of example `i` of a shard. Raises ValueError for damaged ones."""
+    """Return the ids of example `i` of a shard."""
     start, num_inputs, num_targets, crc = shard.entries[i].tolist()
     ids = shard.ids[start : start + num_inputs + num_targets]
     is_damaged = google_crc32c.value(ids.tobytes()) != crc
@@ -390,11 +383,10 @@ class CachedRecords(Blocks):
     ):
         found = {name: split.features[name] for name in features if name in split.features}
         for name in found.keys() & set(FEATURES):
-            info = found[name]
-            if info.stored_kind != 'int64_list' or len(info.shape) != 1:
+            if found[name].stored_kind != 'int64_list' or len(found[name].shape) != 1:
+                folder = split.files[0].parent
                 raise Refused(
-                    f'feature {name!r} of {files[0].path} has dtype {info.dtype} and shape {info.shape}, '
-                    'not a list of ids: cache the task with its ids, or set data.use_cached=no'
+                    f'{folder}: feature {name!r} is not a list of ids: set data.use_cached=no'
                 )
         self.whole_split = split
         self.split = split._replace(features=found)
@@ -418,8 +410,7 @@ class CachedRecords(Blocks):
                 checksums = index[first::num_fields].copy()
                 if len(checksums) != len(offsets):
                     raise Refused(
-                        f'{name} has {len(offsets):,} examples, {index_path} has {len(checksums):,}: '
-                        'cache the task again'
+                        f'{index_path} has other examples than {name}: cache the task again'
                     )
             self.checksums.append(checksums)
         self.divide(map(len, self.offsets))
@@ -471,5 +462,5 @@ class LargeCache(ByteRanges, CachedRecords):
         ranges = [ByteRange(x.path, x.num_bytes, 0, x.num_bytes) for x in self.files]
         self.divide_ranges(ranges, deal.MAX_BLOCK_BYTES)
 
-    def parse(self, stored: StoredRecord) -> dict:
-        return decode(stored.checked(), self.split)
+    def parse(self, content: bytes) -> dict:
+        return decode(content, self.split)

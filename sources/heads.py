@@ -15,6 +15,8 @@ from sources.files import is_gzipped
 HEAD_BYTES = 1 << 16  # read to find out what a file holds
 GZIP = b'\x1f\x8b'
 PARQUET = b'PAR1'
+TAR = b'ustar'  # not at the beginning
+TAR_OFFSET = 257
 # The first bytes of files that are not text: {bytes: (format, remedy)}.
 FORMATS = {
     GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
@@ -31,6 +33,7 @@ FORMATS = {
         'an Arrow stream, as save_to_disk of datasets writes',
         "write it as Parquet, as datasets.Dataset.from_file(FILE).to_parquet('x.parquet') does",
     ),
+    TAR: ('a tar archive', 'unpack it, and name its files'),
     b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
     b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
     b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
@@ -65,34 +68,23 @@ def read_head(path: str, num_bytes: int | None = None) -> bytes:
     except gzip.BadGzipFile:
         if not head:
             raise Refused(f'{path} is not gzipped: remove .gz, or copy it again') from None
-    except PermissionError as error:
-        raise Refused(
-            f'{path} cannot be read ({error.strerror}): correct its permissions'
-        ) from error
     return head
 
 
 def check_head(title: str, kind: str, head: bytes) -> None:
-    """Raise ValueError if a file that begins with `head` is not read as what it is."""
-    for start, (what, remedy) in FORMATS.items():
-        if head.startswith(start) and not (kind == 'parquet' and start == PARQUET):
+    """Raise Refused if a file that begins with `head` is not read as what it is."""
+    for mark, (what, remedy) in FORMATS.items():
+        offset = TAR_OFFSET if mark == TAR else 0
+        if head.startswith(mark, offset) and not (kind == 'parquet' and mark == PARQUET):
             raise Refused(f'{title} is {what}, not {kind}: {remedy}')
-    if head[257:262] == b'ustar':
-        raise Refused(f'{title} is a tar archive: unpack it, and name its files')
     if kind == 'parquet':
         return
     if head.count(b'\0') > len(head) / 4:
-        raise Refused(
-            f'{title} holds zero bytes, as UTF-16 and binary files do: convert it to UTF-8'
-        )
+        raise Refused(f'{title} holds zero bytes: convert it to UTF-8')
     if b'\r' in head.strip() and b'\n' not in head:
-        raise Refused(
-            f"{title} has line ends of old Macs (CR): convert them to LF, as `tr '\\r' '\\n'` does"
-        )
+        raise Refused(f"{title} has line ends of old Macs (CR): use `tr '\\r' '\\n'`")
     if kind == 'jsonl' and re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|[\[{][ \t\r]*\n)', head):
-        raise Refused(
-            f'{title} is JSON over many lines: write a record a line, as `jq -c .` or `jq -c .[]` does'
-        )
+        raise Refused(f'{title} is JSON over many lines: write a record a line, as `jq -c .` does')
 
 
 def begins_with_json(head: bytes) -> bool:

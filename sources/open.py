@@ -2,20 +2,18 @@
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import io
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import logging
 
 import paths
 from messages import Refused
 from randomness import digest
-from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, pydoc, tfds
+from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, named, pydoc, tfds
 from sources.deal import RecordsInMemory
 from sources.files import (
     EMPTY_FILE,
@@ -28,7 +26,7 @@ from sources.files import (
 )
 from sources.gzipped import GzippedFiles
 from sources.heads import HEAD_BYTES, begins_with_json, check_head, read_head
-from sources.tables import LineParser, check_delimiter, check_text, numbered_lines, objects_in
+from sources.tables import LineParser, check_delimiter, objects_in
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
 
@@ -38,11 +36,8 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     A record has the fields that the settings name; with `whole_records` all of them, as they are in
     JSON. `test_split`: as config.validation_split; '' is the split test, if there is one;
     config.test_files take precedence. Files are read in the order of their digests, so that names and
-    folders change nothing. Raises ValueError for settings that do not fit together and files that
-    cannot be read.
+    folders change nothing.
     """
-    if not config.text_field:
-        raise Refused("data.text_field='' names no field: name one, C4's is 'text'")
     folder = find_cache(config, config.task)
     if folder is not None:
         return cached_source(config, folder)
@@ -57,7 +52,7 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
         check_delimiter(config, {parser.kind_of(name): name for name in all_names})
     if folders:
         source = tfds_source_of(config, folders, parser, test_split)
-    elif all_names:
+    elif config.files or config.validation_files or config.test_files:
         source = files_source(config, files, validation_files, parser)
     elif config.task.startswith('cmudict_'):
         return cmudict.open_source(config)
@@ -65,15 +60,11 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
         is_of_pydoc = config.task.startswith('pydoc_')
         needs_files = config.kind or config.delimiter or config.targets or config.references
         if needs_files or (whole_records and not is_of_pydoc):
-            raise Refused(
-                f'data.task={config.task!r} with data.kind={config.kind!r}, data.delimiter={config.delimiter!r} '
-                f'and data.targets={config.targets!r} needs records: name its files or data set (data.files, '
-                'data.tfds)'
-            )
+            raise Refused(f'data.task={config.task!r} needs records: set data.files or data.tfds')
         return pydoc.open_source(config)
     test_parser = LineParser(config, bad_lines, whole_records)
     if test_files:
-        test = read_records('data.test_files', 'test', test_files)
+        test = read_records('test', test_files)
         check_files(test_parser, test)
         open_test = functools.partial(open_files, test, test_parser)
         description = source.description
@@ -99,12 +90,8 @@ def files_source(
     parser: LineParser,
 ) -> Source:
     """Open files for training and files for validation; each may be none."""
-    if validation_files and not train_files and config.train_split != NO_SPLIT:
-        raise Refused(
-            f'data.validation_files={config.validation_files!r} needs data.files too: name both'
-        )
-    train = read_records('data.files', 'train', train_files)
-    validation = read_records('data.validation_files', 'validation', validation_files)
+    train = read_records('train', train_files)
+    validation = read_records('validation', validation_files)
     check_disjoint(train, validation)
     check_files(parser, train + validation)
     num_bytes = sum(record.num_bytes for record in train or validation)
@@ -137,7 +124,7 @@ def files_source(
 
 
 def find_cache(config, task: str) -> paths.AnyPath | None:
-    """Return the folder of a task's cache, None if there is none to be read. Raises ValueError if it must exist."""
+    """Return the folder of a task's cache, None if there is none to be read."""
     if config.use_cached == 'no':
         return None
     roots = cache_roots(config)
@@ -145,14 +132,13 @@ def find_cache(config, task: str) -> paths.AnyPath | None:
     are_missing = roots and not any(root.is_dir() for root in roots)
     if folder is None and (are_missing or config.use_cached == 'yes'):
         raise Refused(
-            f'data.cache_dirs={config.cache_dirs!r} holds no complete cache of data.task={task!r}: name '
-            'its root, make it with --mode=cache, or set data.use_cached=no'
+            f'data.cache_dirs={config.cache_dirs!r} has no complete cache of data.task={task!r}: use --mode=cache'
         )
     return folder
 
 
 def cache_roots(config) -> list[paths.AnyPath]:
-    with setting_named('data.cache_dirs'):
+    with named('data.cache_dirs'):
         return [paths.to_path(name) for name in split_names(config.cache_dirs)]
 
 
@@ -188,12 +174,11 @@ def cached_source(config, folder: paths.AnyPath) -> Source:
 
 
 def check_not_of_records(config) -> None:
-    """Raise ValueError for settings that act on records, and not on the ids of a task cache."""
+    """Raise Refused for settings that act on records, and not on the ids of a task cache."""
     for setting in ('weight', 'target_choice'):
         if config[setting] not in ('', 'first'):
             raise Refused(
-                f'data.{setting}={config[setting]!r} is for records, and a task cache has ids alone: train '
-                'with data.use_cached=no'
+                f'data.{setting}={config[setting]!r} needs records: set data.use_cached=no'
             )
 
 
@@ -208,7 +193,7 @@ def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.
     statuses = matching_files(f'{folder}/*')  # one request for all files
     shards = [str(file) for file in opened.files]
     not_empty = {name: statuses[name] for name in shards if statuses[name].num_bytes}
-    files = read_records('data.cache_dirs', split, not_empty)
+    files = read_records(split, not_empty)
     names = [file.path for file in files]
     reader: type[cache.CachedRecords] = cache.CachedRecords
     if all(os.path.exists(file) for name in names for file in cache.ids_files(name)):
@@ -220,10 +205,7 @@ def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.
         reader = cache.LargeCache
     part = reader(opened, files, bad_lines)
     if opened.num_examples not in (None, part.num_records):
-        raise Refused(
-            f'{folder}: split {split!r} has {part.num_records:,} examples, stats.{split}.json says '
-            f'{opened.num_examples}: copy the folder again'
-        )
+        raise Refused(f'{folder}: stats.{split}.json is of other examples: copy the folder again')
     return part
 
 
@@ -232,22 +214,17 @@ def find_tfds(config) -> list[paths.AnyPath]:
     name = config.tfds
     files = config.files or config.validation_files
     if name and files:
-        raise Refused(
-            f"data.tfds={name!r} and files, {files!r}, are two corpora: set those of one to ''"
-        )
-    folders = []
-    for each in split_names(name):
-        with setting_named(f'data.tfds={each!r}'):
-            folders.append(tfds.find(tfds_root(config), each))
-    if name and not folders:
-        raise Refused(f'data.tfds={name!r} names no data set: name some, such as glue/cola')
+        raise Refused(f'data.tfds={name!r} and files, {files!r}, are two corpora: leave one out')
     if name:
+        folders = []
+        for each in split_names(name) or [name]:
+            with named(f'data.tfds={each!r}'):
+                folders.append(tfds.find(tfds_root(config), each))
         return folders
     is_train = config.train_split in ('train', NO_SPLIT)
     if not is_train or config.validation_split not in ('', NO_SPLIT):
         raise Refused(
-            f'data.train_split={config.train_split!r} or data.validation_split='
-            f"{config.validation_split!r} needs data.tfds: name it, or set them to 'train' and ''"
+            f'data.train_split={config.train_split!r}, data.validation_split={config.validation_split!r} need data.tfds'
         )
     return []
 
@@ -266,7 +243,7 @@ def prepared_version(config, name: str) -> str | None:
 
 def tfds_root(config) -> paths.AnyPath:
     root = config.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
-    with setting_named('data.tfds_dir'):
+    with named('data.tfds_dir'):
         return paths.to_path(root)
 
 
@@ -280,7 +257,7 @@ def tfds_source_of(
     decode = data_set.decoder(slots, parser.remedy)
 
     def open_split(split: str, expression: str) -> tfds.TfdsRecords:
-        with setting_named(f'data.{split}_split={expression!r}'):
+        with named(f'data.{split}_split={expression!r}'):
             return tfds.open_all(data_sets, expression, decode, parser)
 
     expressions = {
@@ -302,7 +279,7 @@ def tfds_source_of(
     for split, expression in splits.items():
         parts[split] = open_split(split, expression)
         statuses = {run.path: run.status for run in parts[split].runs}
-        files += read_records('data.tfds', split, statuses)
+        files += read_records(split, statuses)
     if len(parts) == 2:
         runs_of_path = collections.defaultdict(list)
         for run in parts['train'].runs:
@@ -312,9 +289,7 @@ def tfds_source_of(
                 start = max(run.first, other.first)
                 if start < min(run.first + run.num_records, other.first + other.num_records):
                     raise Refused(
-                        f'data.train_split={splits["train"]!r} and data.validation_split='
-                        f'{splits["validation"]!r} share records: name disjoint splits, as '
-                        "'train[:99%]' and 'train[99%:]'"
+                        'data.train_split and data.validation_split share records: divide them'
                     )
     counts = [f'{part.num_records:,} records ({splits[split]})' for split, part in parts.items()]
     names = [data_set.name for data_set in data_sets]
@@ -338,12 +313,10 @@ def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.
     if patterns == '':
         return {}
     found: dict[str, paths.FileStatus] = {}
-    with setting_named(key):
-        for name in split_names(patterns):
+    with named(key):
+        for name in split_names(patterns) or [patterns]:
             found.update(matching_files(name))
     not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
-    if not not_empty:
-        raise Refused(f"{key}={patterns!r} names no file with text: name one, or set it to ''")
     for path in sorted(found.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
     return not_empty
@@ -357,17 +330,8 @@ def split_names(patterns: str) -> list[str]:
     return [name for name in names if name]
 
 
-@contextlib.contextmanager
-def setting_named(title: str) -> Iterator[None]:
-    """Begin the message of a ValueError with the setting that it is about."""
-    try:
-        yield
-    except ValueError as error:
-        raise Refused(f'{title}: {error}') from error
-
-
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
-    """Raise ValueError for files of another kind or without the fields that the settings name."""
+    """Raise Refused for files of another kind or without the fields that the settings name."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
         heads = list(threads.map(functools.partial(check_file, parser), files))
     if not files or any(parser.kind_of(file.path) != 'jsonl' for file in files):
@@ -382,28 +346,17 @@ def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
 
 
 def check_file(parser: LineParser, file: FileRecord) -> bytes:
-    """Return the first bytes of a file. Raises ValueError for another kind, or without the fields of the settings."""
+    """Return the first bytes of a file. Raises Refused for another kind, or without the fields of the settings."""
     path = file.path
     kind = parser.kind_of(path)
     head = read_head(path, file.num_bytes)
     check_head(path, kind, head)
     if kind == 'text':
-        remedy = 'correct data.inputs and data.targets'
-        check_text(path, parser.fields, parser.text_field, remedy)
+        parser.check_columns(path, [parser.text_field])
         if begins_with_json(head):
-            logging.warning(
-                '%s is read as plain text, but its lines are JSON objects: rename it to .jsonl, or '
-                "set data.kind='jsonl', to read a field of them",
-                path,
-            )
+            logging.warning("%s is text of JSON lines: set data.kind='jsonl' to read a field", path)
     elif kind in ('csv', 'tsv') and head:
         parser.check_columns(path, parser.header(path))
-        if kind == 'tsv':  # warn of quotes before workers read the rest
-            offset = 0
-            for number, line in numbered_lines(io.BytesIO(head)):
-                position = number if is_gzipped(path) else offset
-                parser.warn_if_quoted(path, position, line.decode(errors='replace'))
-                offset += len(line)
     return head
 
 
@@ -414,8 +367,7 @@ def open_files(files: list[FileRecord], parser: LineParser) -> Part:
         found[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
     if len(found) > 1 or (True, True) in found:
         raise Refused(
-            f'{" and ".join(found.values())} cannot be read: name files that are all plain, all '
-            'gzipped or all Parquet, which is not gzipped'
+            f'{" and ".join(found.values())}: name files all plain, all gzipped or all Parquet'
         )
     if (True, False) in found:
         from sources.parquet import ParquetFiles  # pyarrow takes a while

@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pyarrow.types
 
 import paths
-from messages import Refused, first_ten
+from messages import Refused
 from randomness import permutation
 from sources import Record, bytes_of, deal
 from sources.deal import Blocks
@@ -55,10 +55,7 @@ class Footer(NamedTuple):
 
 
 def read_footer(path: str, columns: Sequence[str]) -> Footer:
-    """Return what the footer of a file says; sizes are those of `columns`, as far as it has them.
-
-    Raises DamagedFile, and ValueError for a row group that is too large to decode.
-    """
+    """Return what the footer of a file says; sizes are those of `columns`. Raises DamagedFile."""
     with paths.open_file(path) as stream, damage_named('no Parquet'):
         file = pyarrow.parquet.ParquetFile(stream)
         values: dict[str, str] = {}
@@ -101,7 +98,7 @@ def kind_of_type(arrow_type: pyarrow.DataType) -> str:
 def row_groups(
     path: str, metadata: pyarrow.parquet.FileMetaData, columns: Sequence[str]
 ) -> Iterator[RowGroup]:
-    """Yield the row groups of a file. Raises ValueError for one that is too large."""
+    """Yield the row groups of a file."""
     first_row = 1
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -113,8 +110,7 @@ def row_groups(
                 num_bytes += column.total_uncompressed_size
         if num_bytes > MAX_GROUP_BYTES:
             raise Refused(
-                f'{path}: row group {number + 1} has {num_bytes:,} bytes in {columns}, more than '
-                f'{MAX_GROUP_BYTES:,}: write it again with fewer rows in a group (row_group_size)'
+                f'{path}: row group {number + 1} of {num_bytes:,} bytes is too large: use a smaller row_group_size'
             )
         yield RowGroup(path, number, first_row, group.num_rows, num_bytes)
         first_row += group.num_rows
@@ -238,7 +234,8 @@ class RowGroups:
             rows = column.slice(first, num_rows)
             if pyarrow.types.is_dictionary(rows.type):
                 rows = rows.dictionary.take(rows.indices)
-            values.append(rows.to_pylist())
+            with damage_named(f'row group {group.number + 1} is damaged'):
+                values.append(rows.to_pylist())  # dates may be beyond Python's
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
 
     def _decoded(self, group: RowGroup) -> list:
@@ -268,21 +265,23 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
             table = read_table(stream, group.number, columns, read_dictionary=columns)
         except (OSError, KeyError):  # pyarrow has no dictionaries of delta encodings and structs
             table = read_table(stream, group.number, columns, read_dictionary=[])
-    arrays = []
-    for name in columns:
-        column = table.column(name)
-        if pyarrow.types.is_nested(column.type):
-            arrays.append(column.cast(with_bytes(column.type)).combine_chunks())
-            continue
-        if not pyarrow.types.is_dictionary(column.type):
-            column = column.dictionary_encode()
-        column = column.unify_dictionaries().combine_chunks()
-        values = column.dictionary
-        if kind_of_type(values.type) == 'text':
-            values = values.cast(pyarrow.large_binary())  # texts may not be UTF-8
-        elif values.type == pyarrow.float32():
-            values = values.cast(pyarrow.string()).cast(pyarrow.float64())  # 3.8, not 3.79999995
-        arrays.append(pyarrow.DictionaryArray.from_arrays(column.indices, values))
+        arrays = []
+        for name in columns:
+            column = table.column(name)
+            if pyarrow.types.is_nested(column.type):
+                arrays.append(column.cast(with_bytes(column.type)).combine_chunks())
+                continue
+            if not pyarrow.types.is_dictionary(column.type):
+                column = column.dictionary_encode()
+            column = column.unify_dictionaries().combine_chunks()
+            values = column.dictionary
+            if kind_of_type(values.type) == 'text':
+                values = values.cast(pyarrow.large_binary())  # texts may not be UTF-8
+            elif values.type == pyarrow.float32():
+                values = values.cast(pyarrow.string()).cast(
+                    pyarrow.float64()
+                )  # 3.8, not 3.79999995
+            arrays.append(pyarrow.DictionaryArray.from_arrays(column.indices, values))
     return arrays
 
 
@@ -311,9 +310,9 @@ def damage_named(what: str) -> Iterator[None]:
     """Raise DamagedFile for what pyarrow cannot read."""
     try:
         yield
-    except paths.ReadError:
+    except (paths.ReadError, Refused):
         raise
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
         cause = ' '.join(str(error).split())
         raise DamagedFile(f'{what} ({cause}); copy the file again') from error
 
@@ -376,8 +375,7 @@ class ParquetFiles(Blocks):
         self.parser.check_columns(name, [*ends, *found])
         if self.parser.whole_records and set(readable(footer)) != set(self.columns):
             raise Refused(
-                f'{name} has the columns {first_ten([repr(x) for x in readable(footer)])} of texts and numbers, '
-                f'and another file has {first_ten([repr(x) for x in self.columns])}: write all files with the same columns'
+                f'{name} has other columns than {self.columns}: write the same in all files'
             )
         are_numbers_read = self.parser.templates or self.parser.whole_records
         for field, slot in slots.items():
@@ -385,17 +383,14 @@ class ParquetFiles(Blocks):
             if field == self.parser.references:
                 kind = footer.values.get(f'{slot}/0', kind)
             if kind != 'text' and (kind != 'number' or not are_numbers_read):
-                raise Refused(
-                    f'{name}: column {field!r} is {kind}, and texts are read, by data.inputs and '
-                    'data.targets numbers too: name another column, or write the file again'
-                )
+                raise Refused(f'{name}: column {field!r} is {kind}: name a column of texts')
         if not any(group.num_rows for group in footer.groups):
             self.bad_lines.add(name, 0, EMPTY_FILE)
         return footer.groups
 
     def first_rows(self, name: str) -> list[dict]:
         """Return the first rows of a file; none if bad ones may be skipped for later ones."""
-        with contextlib.suppress(DamagedFile, ValueError), paths.open_file(name) as stream:
+        with contextlib.suppress(DamagedFile), paths.open_file(name) as stream:
             with damage_named('damaged'):
                 file = pyarrow.parquet.ParquetFile(stream)
                 batches = file.iter_batches(FIRST_ROWS, columns=self.columns, use_threads=False)

@@ -4,23 +4,23 @@ The first row of a table names its columns. In CSV a field may be quoted, in TSV
 a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
-import collections
 import contextlib
 import functools
+import gzip
 import importlib.util
 import io
 import itertools
 import json
 import math
 import re
-import threading
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from absl import logging
 
 from messages import Refused, first_ten
-from sources import BadLine, BadLines, Record, names_of_values, value_at
+from sources import BadLine, BadLines, Record, named, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, remedy_of_slots, templates_of
@@ -52,7 +52,6 @@ class LineParser:
         self.remedy = remedy_of_slots(config)
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
-        self.lock = threading.Lock()
         self._kinds: dict[str, str] = {}  # by file; every line asks for it
         self._headers: dict[str, list[str]] = {}
 
@@ -66,7 +65,11 @@ class LineParser:
         """Return the names of the columns of a table."""
         if path not in self._headers:
             kind = self.kind_of(path)
-            with open_unzipped(path) as file:
+            line = b''
+            with (
+                contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile),
+                open_unzipped(path) as file,
+            ):
                 _, line = next(whole_rows(numbered_lines(file), kind), (0, b''))
             self._headers[path] = header_of(line, kind, self.delimiter, title=path)
         return self._headers[path]
@@ -105,7 +108,7 @@ class LineParser:
         found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
         if kind == 'jsonl':
             if self.whole_records and '\\u' in line:
-                check_encodes(found)
+                check_encodes(json.dumps(found, ensure_ascii=False))
             return self.fields_named_in(found)
         fields = {field: found[field] for field in self.fields or found}
         return fields if any(fields.values()) else None
@@ -127,7 +130,7 @@ class LineParser:
         return fields if any(fields.values()) else None
 
     def check_filled(self, files: Mapping[str, Iterable[dict]]) -> None:
-        """Raise ValueError for a field that no record fills: then the settings are wrong, not a line.
+        """Raise Refused for a field that no record fills: then the settings are wrong, not a line.
 
         `files`: {name: first records}. A file without records may fill each field.
         """
@@ -145,12 +148,10 @@ class LineParser:
             first_names = first_names or list(names)
         for field in self.fields:
             if field in missing and files:
-                remedy = self.remedy
-                if field in first_names:
-                    remedy += ', or fill it in: null and NaN are missing values'
+                values = first_ten([repr(name) for name in first_names])
                 raise Refused(
-                    f'no record of {next(iter(files))} has a {"text or number" if self.templates else "text"} '
-                    f'{field!r}, the first values are {first_ten([repr(name) for name in first_names])}: {remedy}'
+                    f'no record of {next(iter(files))} has a text {field!r}, the first values are {values}: '
+                    f'{self.remedy} (null and NaN are missing values)'
                 )
 
     def is_filled(self, field: str, value: Any) -> bool:
@@ -160,22 +161,15 @@ class LineParser:
         return isinstance(value, str) or bool(self.templates and is_number(value))
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
-        """Raise ValueError for a table without a column that the settings name."""
-        remedy = self.remedy
-        kind = self.kind_of(path)
-        if kind in ('csv', 'tsv'):
-            remedy = f'{remedy}, or, if line 1 is a record, put a line with the names of its columns before it'
-            remedy = remedy_of_header(' '.join(columns), kind, remedy)
+        """Raise Refused for a file without a column that the settings name."""
+        remedy = f'{self.remedy}, data.kind (now {self.kind_of(path)!r}) or data.delimiter'
         check_columns(path, columns, self.fields, remedy)
 
     def warn_if_quoted(self, path: str, position: int, line: str) -> None:
         """Say of the first line of TSV with quoted fields how to read it. `position`: as of a call."""
-        if self.has_warned or '"' not in line or not is_quoted(line):
-            return
-        with self.lock:
-            if not self.has_warned:
-                self.has_warned = True
-                logging.warning(BadLine(path, position, QUOTED_TSV, 'tsv').describe())
+        if not self.has_warned and '"' in line and is_quoted(line):
+            self.has_warned = True
+            logging.warning(BadLine(path, position, QUOTED_TSV, 'tsv').describe())
 
 
 def delimiter_of(config) -> str:
@@ -189,16 +183,11 @@ def kind_with_delimiter(kind: str, delimiter: str) -> str:
 
 
 def check_delimiter(config, files: Mapping[str, str]) -> None:
-    """Raise ValueError if data.delimiter has no table to act on, or text that may be one.
-
-    `files`: {kind: a file that is read so}.
-    """
-    others = {kind: file for kind, file in files.items() if kind not in ('csv', 'tsv')}
-    if config.delimiter and ('text' in others or len(others) == len(files)):
-        kind = 'text' if 'text' in others else next(iter(others))
+    """Raise Refused if data.delimiter has no table to act on. `files`: {kind: a file that is read so}."""
+    if config.delimiter and ('text' in files or not files.keys() & {'csv', 'tsv'}):
+        file = files.get('text') or next(iter(files.values()))
         raise Refused(
-            f'data.delimiter={config.delimiter!r} is for tables, and {others[kind]} is read as {kind}: set '
-            "data.kind='csv', or data.delimiter=''"
+            f"data.delimiter={config.delimiter!r} is for tables, and {file} is not: set data.kind='csv'"
         )
 
 
@@ -212,30 +201,17 @@ def is_quoted(line: str) -> bool:
 
 
 def decoded(content: bytes, encoding: str, where: str = '') -> str:
-    """Return bytes as text. Raises ValueError for what is not UTF-8."""
+    """Return bytes as text."""
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         raise Refused(f'byte {error.start + 1}{where} is not UTF-8; convert the file') from None
 
 
-def check_text(title: str, fields: Iterable[str], text_field: str, remedy: str) -> None:
-    """Raise ValueError if a template names another field than `text_field`, of a line of text."""
-    for field in fields:
-        if field != text_field:
-            raise Refused(
-                f'{title} is read as lines of text, each the field {text_field!r}, and a template names '
-                f"{field!r}: set data.kind ('csv', 'tsv', 'jsonl' or 'parquet'), or {remedy}"
-            )
-
-
 def fields_of_line(
     line: str, kind: str, text_field: str, header: list[str], delimiter: str
 ) -> dict:
-    """Return the fields of a JSON object or a row of a table; a plain line is `text_field`.
-
-    `header`: the columns of a table. Raises ValueError for what is wrong with the line.
-    """
+    """Return the fields of a JSON object or of a row of a table with `header`; a plain line is `text_field`."""
     if kind == 'text':
         return {text_field: line}
     if kind == 'jsonl':
@@ -244,16 +220,11 @@ def fields_of_line(
         except (ValueError, RecursionError) as error:
             raise Refused(f'no JSON: {error}; correct it') from None
         if not isinstance(content, dict):
-            raise Refused(
-                f'{line.strip()!r:.40} is not a JSON object; write {{"{text_field}": ...}}'
-            )
+            raise Refused(f'{line.strip()!r:.40} is not a JSON object; correct it')
         return content
     row = table_row(line, kind, delimiter)
     if len(row) != len(header):
-        remedy = 'correct the row'
-        if kind == 'tsv' and '"' in line:
-            remedy += ", or set data.delimiter='tab' if its fields are quoted"
-        raise Refused(f'{len(row)} columns, and the header has {len(header)}; {remedy}')
+        raise Refused(f'{len(row)} columns, and the header has {len(header)}; correct the row')
     return dict(zip(header, row, strict=True))
 
 
@@ -272,7 +243,7 @@ def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
 
 
 def as_json(value: Any, name: str = '') -> Any:
-    """Return a value of Parquet, `name` in its record, as JSON has it. Raises ValueError for no UTF-8."""
+    """Return a value of Parquet, `name` in its record, as JSON has it."""
     if isinstance(value, bytes):
         return decoded(value, 'utf-8', f' of field {name!r}')
     if isinstance(value, float) and not is_number(value):
@@ -286,69 +257,47 @@ def as_json(value: Any, name: str = '') -> Any:
 
 
 def json_string(content: dict, field: str, remedy: str) -> str:
-    """Return a field that is a string. Raises ValueError for any other."""
+    """Return a field that is a string."""
     text = value_at(content, field)
     if not isinstance(text, str):
         names = ', '.join(map(repr, itertools.islice(names_of_values(content), 10))) or 'none'
-        if text is None and field in content:
-            remedy += ', or fill it in: null and NaN are missing values'
         raise Refused(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
-        raise Refused(f'field {field!r} holds half a surrogate pair; correct it') from None
+    check_encodes(text)
     return text
 
 
-def check_encodes(content: dict) -> None:
-    """Raise ValueError for a JSON object of which a text is not UTF-8."""
+def check_encodes(text: str) -> None:
     try:
-        json.dumps(content, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:  # JSON can write half a surrogate pair, as \ud800
         raise Refused('a field holds half a surrogate pair; correct it') from None
 
 
 def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[str]:
     """Return the names of the columns in the first line of a table; those without a name are ''."""
-    try:
+    with named(f'line 1 of {title}'):
         if isinstance(line, bytes):
             line = decoded(line, 'utf-8-sig')
         names = table_row(line, kind, delimiter)
-    except ValueError as error:
-        fault, _, remedy = str(error).rpartition('; ')
-        if isinstance(line, str) and not delimiter:  # it is UTF-8
-            remedy = remedy_of_header(line, kind, remedy)
-        raise Refused(f'line 1 of {title}: {fault}; {remedy}') from None
     check_names(names, f'line 1 of {title}')
     return names
 
 
 def check_names(names: list[str], title: str) -> None:
-    """Raise ValueError if two columns have the same name, or none has one."""
-    counts = collections.Counter(filter(None, names))
-    if not counts or max(counts.values()) > 1:
+    """Raise Refused if two columns have the same name, or none has one."""
+    named = list(filter(None, names))
+    if not named or len(set(named)) < len(named):
         raise Refused(
-            f'{title} has the columns {first_ten(list(map(repr, names)))}: give each a name of its own'
+            f'{title} has the columns {first_ten(list(map(repr, names)))}: name each differently'
         )
 
 
 def check_columns(title: str, columns: Collection[str], fields: Iterable[str], remedy: str) -> None:
-    """Raise ValueError for a table that has not all of `fields`."""
+    """Raise Refused for a table, or another file, that has not all of `fields`."""
     for field in fields:
         if field not in columns:
             found = first_ten([repr(column) for column in columns])
             raise Refused(f'{title} has no column {field!r}, it has {found}: {remedy}')
-
-
-def remedy_of_header(header: str, kind: str, remedy: str) -> str:
-    """Return what to do about a header that was not understood; `remedy` if no other delimiter shows."""
-    delimiters = {'tab': '\t', ';': ';', '|': '|'}
-    if kind == 'tsv':
-        delimiters |= {'tab': '"', ',': ','}  # it is split at tabs, and its quotes are left
-    for name, character in delimiters.items():
-        if character in header:
-            return f'set data.delimiter={name!r} if that divides its columns, or {remedy}'
-    return remedy
 
 
 @functools.cache
@@ -377,7 +326,7 @@ def table_row(line: str, kind: str, delimiter: str) -> list[str]:
             if len(rows) > 1:
                 raise csv.Error('a quote or a carriage return (CR) in a field that is not quoted')
         except csv.Error as error:
-            raise Refused(f'no CSV: {error}; quote the field, and double its quotes') from None
+            raise Refused(f'no CSV: {error}; quote the field, or set data.delimiter') from None
         columns = rows[0] if rows else ['']
     return [column.strip() for column in columns]
 

@@ -10,16 +10,13 @@ class Template:
     """A text such as 'question: {question}'; '{{' and '}}' are braces."""
 
     def __init__(self, key: str, text: str):
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # the system gives what is not UTF-8 as half surrogate pairs
-            raise Refused(f'{key}={text!r} is not UTF-8: write it in UTF-8') from None
         self.key = key
         self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
         try:
+            text.encode()  # the system gives what is not UTF-8 as half surrogate pairs
             for literal, field, spec, conversion in string.Formatter().parse(text):
                 if field == '' or spec or conversion:
-                    raise Refused('a slot is {FIELD} and nothing else')
+                    raise ValueError('a slot is {FIELD} and nothing else')
                 self.parts.append((literal, field))
         except ValueError as error:
             raise Refused(f'{key}={text!r}: {error}; write {{{{ for a brace') from None
@@ -41,15 +38,11 @@ def templates_of(config) -> dict[str, Template]:
     `data.references` stands for the targets.
     """
     if config.targets and config.references:
-        raise Refused(
-            f'data.targets={config.targets!r} and data.references={config.references!r}: leave one out'
-        )
+        raise Refused(f'data.references={config.references!r} and data.targets: leave one out')
     key = 'data.references' if config.references else 'data.targets'
     text = config.references or config.targets
     if config.inputs and not text:
-        raise Refused(
-            f'data.inputs={config.inputs!r} needs data.targets or data.references: name both'
-        )
+        raise Refused(f'data.inputs={config.inputs!r} needs data.targets or data.references')
     if not text:
         return {}
     targets = Template(key, text)

@@ -9,6 +9,8 @@ JSON files, parses the slices of splits and decodes the records. It is imported 
 opened, which takes a second. Imports no jax.
 """
 
+import abc
+import contextlib
 import functools
 import importlib
 import os
@@ -26,7 +28,7 @@ from messages import Refused, first_ten
 from sources import deal
 from sources.cache import text_of
 from sources.files import matching_files
-from sources.tables import LineParser
+from sources.tables import LineParser, check_columns
 from sources.tfrecord import ByteRange, ByteRanges, StoredRecord, StoredRecords, record_offsets
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Run(NamedTuple):
 
 
 def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
-    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default the newest. Raises ValueError."""
+    """Return the folder of a data set NAME[/CONFIG][:VERSION], by default the newest."""
     path, _, version = name.partition(':')
     versions = versions_of(root / path)
     if versions and not version:
@@ -64,8 +66,8 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         names = first_ten(prepared(root)) or 'none'
         raise Refused(
-            f'{root} does not hold this data set, or not all of it, its data sets are: {names}: name one '
-            f"(NAME[/CONFIG][:VERSION]), another data.tfds_dir, or prepare it there with 'tfds build {path}'"
+            f'{root} does not hold this data set, its data sets are {names}: name one, or '
+            f"prepare it there with 'tfds build {path}'"
         )
     return folder
 
@@ -97,20 +99,17 @@ class DataSet:
     def __init__(self, folder: paths.AnyPath):
         self.folder = folder
         self._tfds = importlib.import_module('tensorflow_datasets')
-        try:
+        with any_error_named(f'{folder} cannot be opened: prepare it again'):
             info = self._read_info(folder)
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
             self.file_format: str = info.file_format.value
-            if self.file_format not in SHARDS_OF_FORMAT:
-                raise Refused(f'it is stored as {self.file_format}')
-            if self.file_format == 'array_record' and not isinstance(folder, Path):
-                raise Refused('ArrayRecord files are read from a disk: copy it, or store TFRecord')
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
             self._features = info.features
             self._splits = info.splits
-        except Exception as error:  # JSON, protobuf and TFDS have their own classes
-            reason = first_line(error)
-            raise Refused(f'{folder} cannot be opened ({reason}): prepare it again') from error
+        # ArrayRecord files are read from a disk.
+        formats = list(SHARDS_OF_FORMAT) if isinstance(folder, Path) else ['tfrecord']
+        if self.file_format not in formats:
+            raise Refused(f'{folder} is stored as {self.file_format}: prepare it as {formats[-1]}')
 
     def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
         """Return TFDS's DatasetInfo. TFDS reads from a disk, so files in a bucket are copied, but no shards."""
@@ -124,16 +123,11 @@ class DataSet:
 
     def runs(self, expression: str) -> list[Run]:
         """Return where the records of a split, or of slices of splits, are stored."""
-        try:
+        names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
+        with any_error_named(f'{self.name} has the splits {names}'):
             instructions = self._splits[expression].file_instructions
-            if not instructions:
-                raise Refused('it is empty')
-        except Exception as error:  # TFDS raises several classes
-            names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
-            raise Refused(
-                f'{self.name} does not have it ({first_line(error)}), its splits are: {names}: '
-                "write 'train', 'train[:90%]' or 'train[100:200]+test'"
-            ) from error
+        if not instructions:
+            raise Refused(f'no record of {self.name} is in it: name more of them')
         statuses = matching_files(f'{self.folder}/*')  # one request for all files
         runs = []
         missing = []
@@ -151,8 +145,7 @@ class DataSet:
     def decoder(self, fields: Collection[str], remedy: str = '') -> Callable[[bytes], dict]:
         """Return a function that decodes the features of a stored record in which `fields` are.
 
-        Without fields it decodes all features, and leaves floats as they are. Raises ValueError for a field that
-        is not there.
+        Without fields it decodes all features, and leaves floats as they are.
         """
         features = self._features
         if not fields:
@@ -160,13 +153,12 @@ class DataSet:
         values = []  # the first one of each feature, as 'answers/text/0'
         for name, info in flat(features.get_tensor_info()):
             values.append(name + '/0' * len(info.shape))
+        columns = sorted(values)
         for field in fields:
             name = re.sub(r'(/\d+)+$', '', field)
-            if name + '/0' * (field.count('/') - name.count('/')) not in values:
-                raise Refused(
-                    f'{self.name} has no value {field!r}, the first values of its features are: '
-                    f'{first_ten(sorted(values))}: {remedy}'
-                )
+            if name + '/0' * (field.count('/') - name.count('/')) in values:
+                columns.append(field)
+        check_columns(self.name, columns, fields, remedy)
         # PartialDecoding of TFDS does the same with TensorFlow.
         names = {field.split('/')[0] for field in fields}
         some = self._tfds.features.FeaturesDict({name: features[name] for name in names})
@@ -182,10 +174,7 @@ def open_all(
     """Return the records of a split of several data sets of the same features, in their order."""
     formats = sorted({data_set.file_format for data_set in data_sets})
     if len(formats) > 1:
-        names = ', '.join(data_set.name for data_set in data_sets)
-        raise Refused(
-            f'{names} are stored as {" and ".join(formats)}: prepare all of them as one of these'
-        )
+        raise Refused(f'its data sets are stored as {" and ".join(formats)}: prepare all alike')
     runs = []
     for data_set in data_sets:
         runs += data_set.runs(expression)
@@ -193,13 +182,19 @@ def open_all(
 
 
 def decode(features: 'FeaturesDict', content: bytes, short_floats: bool = False) -> dict:
-    """Return {feature: value} of a stored record. Raises ValueError for a damaged one."""
-    try:
+    """Return {feature: value} of a stored record."""
+    with any_error_named('not a record of these features: copy the file again'):
         example = features.deserialize_example_np(content)
-    except Exception as error:  # protobuf and TFDS have their own classes
-        reason = first_line(error)
-        raise Refused(f'no record of these features ({reason}): copy the file again') from error
     return as_python(example, short_floats)
+
+
+@contextlib.contextmanager
+def any_error_named(fault: str) -> Iterator[None]:
+    """Raise Refused for any error of a library: TFDS, protobuf and ArrayRecord have their own classes."""
+    try:
+        yield
+    except Exception as error:
+        raise Refused(f'{fault} ({first_line(error)})') from error
 
 
 def first_line(error: Exception) -> str:
@@ -245,12 +240,12 @@ class TfdsRecords(StoredRecords):
         self.num_records: int = sum(run.num_records for run in runs)
         self.open_blocks()
 
+    @abc.abstractmethod
     def open_blocks(self) -> None:
         """Divide the runs into blocks of about equally many bytes."""
-        raise NotImplementedError
 
-    def parse(self, stored: StoredRecord) -> dict | None:
-        example = self.decode(stored.checked())
+    def parse(self, content: bytes) -> dict | None:
+        example = self.decode(content)
         return example if self.parser.whole_records else self.parser.fields_named_in(example)
 
 
@@ -277,10 +272,10 @@ class TFRecords(ByteRanges, TfdsRecords):
 
 
 def check_num_records(path: str, found: int, expected: int) -> None:
-    """Raise ValueError if a shard has another number of records than dataset_info.json says."""
+    """Raise Refused if a shard has another number of records than dataset_info.json says."""
     if found != expected:
         raise Refused(
-            f'{path} has {found:,} records, and dataset_info.json says {expected:,}: copy both again'
+            f'{path} has {found:,} records, dataset_info.json says {expected:,}: copy both'
         )
 
 
@@ -329,17 +324,14 @@ class ArrayRecords(TfdsRecords):
 
 
 def open_array_record(path: str, num_records: int) -> 'ArrayRecordReader':
-    """Return the reader of an ArrayRecord file. Raises ValueError unless it has `num_records`."""
+    """Return the reader of an ArrayRecord file with `num_records`."""
     module = importlib.import_module('array_record.python.array_record_module')
-    try:
+    with any_error_named(f'{path} cannot be opened: copy the file again'):
         reader = module.ArrayRecordReader(
             path, READER_OPTIONS, file_reader_buffer_size=deal.MAX_BLOCK_BYTES
         )
         found = reader.num_records()
         reader.seek(0)
-    except RuntimeError as error:
-        reason = first_line(error)
-        raise Refused(f'{path} cannot be opened ({reason}): copy the file again') from error
     check_num_records(path, found, num_records)
     return reader
 

@@ -3,6 +3,7 @@
 Numbers are little-endian.
 """
 
+import abc
 import contextlib
 import mmap
 from collections.abc import Iterator
@@ -31,12 +32,6 @@ class StoredRecord(NamedTuple):
     position: int  # offset in bytes, in ArrayRecord the number of the record
     content: bytes = b''
     fault: str = ''
-
-    def checked(self) -> bytes:
-        """Return the content. Raises ValueError for a fault."""
-        if self.fault:
-            raise Refused(self.fault)
-        return self.content
 
 
 def record_offsets(path: str | Path) -> np.ndarray:
@@ -70,9 +65,8 @@ def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
         return None
     length = length_in(header, path, offset)
     # A wrong length could allocate gigabytes. Asking for the size takes too long for each small record.
-    if length > LARGE_BYTES and length > paths.status_of(path).num_bytes:
-        raise damaged(path, offset)
-    content_and_footer = file.read(length + FOOTER_BYTES)
+    is_too_long = length > LARGE_BYTES and length > paths.status_of(path).num_bytes
+    content_and_footer = b'' if is_too_long else file.read(length + FOOTER_BYTES)
     content = content_and_footer[:length]
     if checksum(content) != content_and_footer[length:]:
         raise damaged(path, offset)
@@ -101,17 +95,25 @@ class StoredRecords(Blocks):
 
     bad_lines: BadLines
 
+    @abc.abstractmethod
     def stored(self, block: int) -> Iterator[StoredRecord]:
         """Yield the records of a block, those with a fault, too."""
-        raise NotImplementedError
 
-    def parse(self, stored: StoredRecord) -> dict | None:
-        """Return the fields of a record; None for a blank one. Raises ValueError for a bad one."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def parse(self, content: bytes) -> dict | None:
+        """Return the fields of a record; None for a blank one. Raises Refused for a bad one."""
 
     def read(self, block: int) -> list[Record | None]:
-        stored = self.stored(block)
-        return [self.bad_lines.record(x.path, x.position, self.parse, x) for x in stored]
+        records = []
+        for path, position, content, fault in self.stored(block):
+            record = None
+            if fault:
+                self.bad_lines.num_read += 1
+                self.bad_lines.add(path, position, fault)
+            else:
+                record = self.bad_lines.record(path, position, self.parse, content)
+            records.append(record)
+        return records
 
 
 class ByteRange(NamedTuple):
@@ -150,7 +152,7 @@ class ByteRanges(StoredRecords):
                 file.seek(offset)
                 try:
                     content = read_record(file, path) or b''
-                except ValueError as error:
+                except Refused as error:
                     yield StoredRecord(path, offset, fault=str(error))
                     offset = find_record(file, offset + 1, end)
                 else:
@@ -160,7 +162,7 @@ class ByteRanges(StoredRecords):
                 file.seek(offset)
                 try:
                     length_in(file.read(HEADER_BYTES), path, offset)
-                except ValueError as error:
+                except Refused as error:
                     yield StoredRecord(path, offset, fault=str(error))
 
 
@@ -171,7 +173,7 @@ def length_in(header: bytes, path: str | Path, offset: int) -> int:
     return int.from_bytes(header[:8], 'little')
 
 
-def damaged(path: str | Path, offset: int) -> ValueError:
+def damaged(path: str | Path, offset: int) -> Refused:
     return Refused(f'{path}: the record at byte {offset} is damaged: copy the file again')
 
 

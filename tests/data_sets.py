@@ -154,7 +154,7 @@ def cached_examples(split):
     """All features of the examples of a split of a task cache, in the order of its files."""
     bad_lines = BadLines('stop', max_fraction=0.0)
     statuses = {str(file): paths.status_of(file) for file in split.files}
-    files = read_records('', 'train', statuses)
+    files = read_records('train', statuses)
     files.sort(key=lambda file: file.path)
     part = task_cache.CachedRecords(split, files, bad_lines, split.features)
     return [record.fields for record in part.in_order()]

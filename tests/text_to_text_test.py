@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from corpora import golden, make_config
 
+from messages import Refused
 from tasks import objectives
 
 SENTINEL_CASES = golden('sentinel')
@@ -53,7 +54,7 @@ def test_sentinels_are_where_seqio_puts_them(case):
 )
 def test_no_room_for_a_sentinel(inputs, targets, num_sentinels, named):
     lengths = {'inputs': inputs, 'targets': targets}
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(Refused, match=named):
         objective_of('text_to_text_1_sentinel', lengths, num_sentinels=num_sentinels)
 
 

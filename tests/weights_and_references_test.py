@@ -17,6 +17,7 @@ import tasks.open
 import train
 from configs import check
 from formats.vocabulary import named_vocabulary
+from messages import Refused
 from prepare import make_spec, prepare
 from sources import weight_at
 from stream import Stream
@@ -122,15 +123,15 @@ def test_weights_come_from_the_records(tmp_path, kind):
     assert counts == dict.fromkeys(map(float, weights), 10)
 
 
-@pytest.mark.parametrize('weight', [-1, None, 'much', float('nan'), '1e31', [1], {}])
-def test_a_wrong_weight_is_a_bad_record(tmp_path, weight):
-    with pytest.raises(ValueError, match="weight 'w'.*a number of 0 or more"):
-        weight_at({'w': weight}, 'w')
-    records = [{'q': 'q', 'a': 'a', 'w': 1}] * 3 + [{'q': 'q', 'a': 'a', 'w': weight}]
+def test_a_wrong_weight_is_a_bad_record(tmp_path):
+    for weight in (-1, None, 'much', float('nan'), '1e31', [1], {}, 10**400):
+        with pytest.raises(Refused, match="'w'"):
+            weight_at({'w': weight}, 'w')
+    records = [{'q': 'q', 'a': 'a', 'w': 1}] * 3 + [{'q': 'q', 'a': 'a', 'w': -1}]
     path = write_lines(tmp_path / 'a.jsonl', records)
     config = make_config(files=path, inputs='{q}', targets='{a}', weight='{w}')
     config.validation_fraction = 0.0
-    with pytest.raises(ValueError, match="line 4 of .*'w'.*data.weight"):
+    with pytest.raises(Refused, match="line 4 of .*'w'"):
         list(open_stream(config, num_epochs=1))
     config.on_bad_line = 'skip'
     assert len(targets_of(open_stream(config, num_epochs=1))) == 3
@@ -178,31 +179,28 @@ def test_training_with_weights(tmp_path):
                 assert np.isfinite(zeros[key]) and (key != 'loss' or zeros[key] != plain[key])
 
 
-@pytest.mark.parametrize(
-    'settings, message',
-    [
-        ({'weight': 'weight'}, r"data.weight='weight': must be one slot .* '\{answers\}'"),
-        ({'references': 'a {b}'}, 'data.references=.*one slot'),
-        ({'targets': '{a}', 'references': '{b}'}, 'data.targets=.*data.references=.*leave one out'),
-        ({'weight': '{w}'}, "data.weight='{w}' is for .*text to text.*span_corruption"),
-        ({'inputs': '{a}'}, 'needs data.targets or data.references'),
-    ],
-)
-def test_settings_that_do_not_fit(settings, message):
-    config = make_config(**settings)
-    with pytest.raises(ValueError, match=message):
-        for name in settings:
-            check.check_value(f'data.{name}', config[name])
-        tasks.open.open_mixture(config)
-
-
-def test_a_weight_without_effect():
+def test_settings_that_do_not_fit():
+    for settings, name in [
+        ({'weight': 'weight'}, "data.weight='weight'"),
+        ({'references': 'a {b}'}, 'data.references'),
+        ({'targets': '{a}', 'references': '{b}'}, 'data.references'),
+        ({'weight': '{w}'}, "data.weight='{w}'"),
+        ({'inputs': '{a}'}, "data.inputs='{a}'"),
+    ]:
+        config = make_config(**settings)
+        with pytest.raises(Refused, match=name):
+            for key in settings:
+                check.check_value(f'data.{key}', config[key])
+            tasks.open.open_mixture(config)
     config = small_config('a.txt')
     config.data.update(inputs='{q}', targets='{a}', weight='{w}')
     assert make_spec(config).has_weights
-    config.loss.loss_normalizing_factor = 'AVERAGE_PER_SEQUENCE'
-    with pytest.raises(ValueError, match="data.weight='{w}' has no effect with loss.loss_norm"):
+    config.loss.loss_normalizing_factor = 'AVERAGE_PER_SEQUENCE'  # without effect
+    with pytest.raises(Refused, match='data.weight'):
         make_spec(config)
+    for name, value in {'weight': '{w}', 'target_choice': 'random'}.items():
+        with pytest.raises(Refused, match=f'data.{name}'):  # a cache has ids alone
+            tasks.open.sources.open.check_not_of_records(make_config(**{name: value}))
 
 
 # References.
@@ -254,7 +252,7 @@ def test_an_empty_list_and_a_text_are_references(tmp_path, kind):
             tmp_path / 'a.jsonl', [{'q': 'x', 'a': ['b']}, {'q': 'y', 'a': ['c', 1]}]
         )
         [task] = tasks.open.open_mixture(config).tasks
-        with pytest.raises(ValueError, match="line 2 of .*field 'a/1' is 1, no string"):
+        with pytest.raises(Refused, match="line 2 of .*'a/1'"):
             list(task.source.records('train'))
 
 
@@ -297,10 +295,3 @@ def test_metrics_of_several_references():
     assert metrics.accuracy_of_references(targets, predictions)['accuracy'] == pytest.approx(
         100 / 3
     )
-
-
-def test_a_cache_has_ids_alone(tmp_path):
-    for name, value in {'weight': '{w}', 'target_choice': 'random'}.items():
-        config = make_config(**{name: value})
-        with pytest.raises(ValueError, match=f'data.{name}=.*data.use_cached=no'):
-            tasks.open.sources.open.check_not_of_records(config)

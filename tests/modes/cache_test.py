@@ -22,6 +22,7 @@ from permissions import full_disk
 import tasks
 import tasks.open
 import vocabulary as vocabularies
+from messages import Refused
 from modes import cache, command_line, errors
 from run.lock import alone_in
 from sources import cache as task_cache
@@ -94,6 +95,12 @@ def expected(tmp_path):
     return write_data(tmp_path)
 
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Shards are written without processes of their own, which take a second to start."""
+    monkeypatch.setattr(cache, 'run_jobs', lambda *arguments: list(cache.reports(*arguments)))
+
+
 def test_a_cache_has_each_record_once_as_texts_and_ids(tmp_path, expected):
     sums, lines = expected
     messages = cache.cache(cache_config(tmp_path))
@@ -125,7 +132,7 @@ def test_a_cache_has_each_record_once_as_texts_and_ids(tmp_path, expected):
     assert {path.name for path in folder.iterdir()} == names
 
 
-def test_a_mixture_is_read_from_its_caches(tmp_path, expected):
+def test_a_mixture_is_read_from_its_caches(tmp_path, expected, in_this_process):
     """Rates by size are known then; the same command uses the caches by itself."""
     config = cache_config(tmp_path)
     cache.cache(config)
@@ -134,13 +141,16 @@ def test_a_mixture_is_read_from_its_caches(tmp_path, expected):
     sizes = [task.source.train.num_records for task in mixture.tasks]
     assert [task.rate for task in mixture.tasks] == pytest.approx(np.array(sizes) / sum(sizes))
     assert (stream.counts[:, 0] > 0).all()
-    with pytest.raises(ValueError, match='ids of another vocabulary'):
+    with pytest.raises(Refused, match='vocabulary'):
         Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
     assert 'my:sums is cached already, in ' in cache.cache(config)[0]
+    (tmp_path / 'caches/my/sums/cache.json').unlink()  # it names the vocabulary
+    with pytest.raises(Refused, match='cache.json'):
+        tasks.open.open_mixture(config)
 
 
 @pytest.mark.parametrize('examples_per_block', [1, 7])
-@pytest.mark.usefixtures('expected', 'small_shards')
+@pytest.mark.usefixtures('expected', 'small_shards', 'in_this_process')
 def test_ids_in_their_own_files_are_those_of_the_records(tmp_path, monkeypatch, examples_per_block):
     """The same stream comes from both; damaged ids are bad records."""
     config = cache_config(tmp_path, on_bad_line='skip')
@@ -162,9 +172,10 @@ def test_ids_in_their_own_files_are_those_of_the_records(tmp_path, monkeypatch, 
     damaged.write_bytes(content)
     source = tasks.open.open_mixture(config).tasks[0].source
     assert len(list(source.records('train'))) == len(every) - 1
-    assert source.faults()[0] == [f'{damaged}: example 0 is damaged: cache the task again']
+    [fault] = source.faults()[0]
+    assert f'{damaged}: example 0 ' in fault
     damaged.write_bytes(content[:-4])
-    with pytest.raises(ValueError, match=f'{damaged} is cut off'):
+    with pytest.raises(Refused, match=str(damaged)):
         tasks.open.open_mixture(config)
     for file in (tmp_path / 'caches').rglob('*.ids-*'):
         file.unlink()
@@ -173,7 +184,7 @@ def test_ids_in_their_own_files_are_those_of_the_records(tmp_path, monkeypatch, 
         chex.assert_trees_all_equal(features, others)
 
 
-def test_a_task_with_a_test_split_alone_is_not_cached(tmp_path, expected):
+def test_a_task_with_a_test_split_alone_is_not_cached(tmp_path, expected, in_this_process):
     """An empty cache would hide the split."""
     with (tmp_path / 'my_tasks.py').open('a') as file:
         file.write(TEST_SPLIT_ALONE)
@@ -200,7 +211,7 @@ def test_parts_and_processes_change_nothing(tmp_path, expected, small_shards):
     assert len(contents(tmp_path / 'whole/text')) > 15
 
 
-def test_an_interrupted_cache_goes_on(tmp_path, expected, small_shards):
+def test_an_interrupted_cache_goes_on(tmp_path, expected, small_shards, in_this_process):
     """Complete shards are not written again; others are; nothing else is left."""
     config = cache_config(tmp_path)
     cache.cache(config, 1, 2)
@@ -214,22 +225,19 @@ def test_an_interrupted_cache_goes_on(tmp_path, expected, small_shards):
     assert not (folder / '.progress').exists()
 
 
-def test_a_half_written_cache_is_not_read_and_not_mixed(tmp_path, expected, small_shards):
+def test_a_half_written_cache_is_not_read_and_not_mixed(
+    tmp_path, expected, small_shards, in_this_process
+):
     config = cache_config(tmp_path, task='text')
     cache.cache(config, 1, 2)
     assert tasks.open.open_mixture(config).corpus == 'files'
     config.use_cached = 'yes'
-    with pytest.raises(ValueError, match='holds no complete cache of data.task=.text.'):
+    with pytest.raises(Refused, match='data.cache_dirs=.*data.task=.text.'):
         tasks.open.open_mixture(config)
     (tmp_path / 'text.txt').write_text('another text')
-    refusals = [
-        ({'use_cached': 'auto'}, r'\(fingerprint changed\)'),
-        ({'vocabulary': ''}, 'data.vocabulary='),
-        ({'cache_dirs': ''}, 'data.cache_dirs'),
-    ]
-    for changes, message in refusals:
+    for changes in ({'use_cached': 'auto'}, {'vocabulary': ''}, {'cache_dirs': ''}):
         config.update(changes)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(Refused, match=f'data.{min(changes)}|fingerprint'):
             cache.cache(config)
 
 
@@ -237,11 +245,11 @@ def test_a_bad_line_stops_the_cache_or_is_left_out(tmp_path, expected, capfd):
     with (tmp_path / 'b.csv').open('a') as file:
         file.write('\n1,2')
     config = cache_config(tmp_path, task='my:sums')
-    with pytest.raises(ValueError, match=f'line 32 of {tmp_path}/b.csv: 2 columns, and the header'):
+    with pytest.raises(Refused, match=f'line 32 of {tmp_path}/b.csv'):
         cache.cache(config)
     config.on_bad_line = 'skip'
     cache.cache(config)
-    assert f'Left out: line 32 of {tmp_path}/b.csv: 2 columns' in capfd.readouterr().out
+    assert f'line 32 of {tmp_path}/b.csv' in capfd.readouterr().out
     assert len(read(tmp_path / 'caches/my/sums')) == 60
 
 
@@ -259,7 +267,7 @@ def test_a_full_disk(tmp_path, expected, capfd):
 
 def test_parts_that_cannot_be():
     for text in ('', '1', '0/2', '3/2', 'a/b', '1/0', '1/2/3', '-1/2'):
-        with pytest.raises(ValueError, match=f'--shard={text}: '):
+        with pytest.raises(Refused, match=f'--shard={text}: '):
             command_line.parse_shard(text)
 
 
@@ -313,19 +321,12 @@ def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
             assert task.get_cached_stats(split)['examples'] == len(ours)
 
 
-def test_a_cache_that_was_copied_without_its_vocabulary_is_refused(tmp_path, expected):
-    cache.cache(cache_config(tmp_path, task='my:sums'))
-    (tmp_path / 'caches/my/sums/cache.json').unlink()
-    with pytest.raises(ValueError, match='cache.json is missing: copy the folder again'):
-        tasks.open.open_mixture(cache_config(tmp_path, task='my:sums', use_cached='yes'))
-
-
 def test_parts_may_begin_and_end_at_the_same_moment(tmp_path, expected):
     """All write the same files about the whole cache."""
     config = cache_config(tmp_path, task='my:sums', use_cached='no')
     vocabulary = vocabularies.ByteVocabulary(100)
     task = cache.open_task(tasks.open.find(config), config, vocabulary)
-    for number in range(10):
+    for number in range(4):
         folder = tmp_path / f'{number}'
         barrier = threading.Barrier(4)
 
@@ -340,7 +341,7 @@ def test_parts_may_begin_and_end_at_the_same_moment(tmp_path, expected):
         assert {path.name for path in folder.iterdir()} == {'.lock', '.progress', 'cache.json'}
 
 
-def test_other_fields_of_an_example_are_cached_too(tmp_path):
+def test_other_fields_of_an_example_are_cached_too(tmp_path, in_this_process):
     """Postprocessors and metrics read them; SeqIO's caches have them, too."""
     records = []
     for i in range(8):
@@ -382,7 +383,7 @@ TASKS = [Task('qa', files='{tmp_path}/data.jsonl', preprocess_fn=preprocess)]
         assert {name: example[name] for name in kept} == {name: record[name] for name in kept}
 
 
-def test_tasks_with_own_objectives(tmp_path):
+def test_tasks_with_own_objectives(tmp_path, in_this_process):
     """The cache has what an objective takes; the objective makes examples of it."""
     config = cache_config(tmp_path, task='all', module=own_task.write_objectives(tmp_path))
     cache.cache(config)

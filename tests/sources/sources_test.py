@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import importlib
 import io
 import itertools
 import json
@@ -12,6 +11,8 @@ import sys
 import zlib
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 from corpora import (
     HUNT,
@@ -33,6 +34,7 @@ import sources.open
 import sources.pydoc
 import sources.templates
 import sources.text
+from messages import Refused
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +81,6 @@ def test_texts_of_one_summary_are_in_one_split(monkeypatch):
     assert set().union(*found.values()) == {'train', 'validation'}
 
 
-def test_every_pydoc_document_comes_once_per_epoch(pydoc):
-    first, second = (sum(epoch_documents(pydoc, epoch), []) for epoch in (0, 1))
-    assert sorted(first) == sorted(second) == sorted(documents_of(pydoc))
-    assert first != second and first != sorted(first)
-
-
 def test_splits_are_disjoint_and_sized_as_asked(pydoc):
     train, validation = (
         {text for lane in epoch_documents(pydoc, splits=[split]) for _, text in lane}
@@ -126,23 +122,6 @@ def test_every_line_of_random_files_comes_once_per_epoch(tmp_path, monkeypatch, 
         assert sorted(found) == sorted(expected.items())
 
 
-def test_text_files_are_found_once_and_shuffled_over_lanes(tmp_path):
-    lines = [f'line number {i}' for i in range(3000)]
-    for part in range(3):
-        (tmp_path / f'{part}.txt').write_text('\n'.join(lines[part::3]))
-    files = f'{tmp_path}/0.txt, {tmp_path}/*.txt'
-    source = sources.open.open_source(make_config(files=files, validation_fraction=0.1))
-    lanes = epoch_documents(source, num_lanes=8, splits=['train'])
-    assert all(200 < len(lane) < 500 for lane in lanes)
-    other = epoch_documents(source, num_lanes=8, splits=['train'], epoch=1)
-    assert sorted(sum(lanes, [])) == sorted(sum(other, [])) and lanes != other
-    validation = sum(epoch_documents(source, splits=['validation']), [])
-    assert sorted(text for _, text in sum(lanes, []) + validation) == sorted(lines)
-    assert source.fingerprint == sources.open.open_source(make_config(files=files)).fingerprint
-    (tmp_path / '2.txt').write_text('shorter')
-    assert source.fingerprint != sources.open.open_source(make_config(files=files)).fingerprint
-
-
 def test_files_of_another_split(tmp_path):
     train, validation = tmp_path / 'train', tmp_path / 'validation'
     train.mkdir()
@@ -170,48 +149,34 @@ def test_c4_without_files_is_pydoc_and_says_so(pydoc, pydoc_documents, monkeypat
     assert c4.fingerprint == pydoc.fingerprint
 
 
-# In words of this Python.
-TOO_DEEP = 'maximum recursion depth' if sys.version_info < (3, 14) else 'Stack overflow'
+# Lines that are left out, or stop the run.
 BAD_LINES = {
     'json': [
-        (b'{"text": "cut', 'no JSON: Unterminated string'),
-        (b'plain words', 'no JSON: Expecting value'),
-        (b'\x0b{"text": ""}', 'no JSON: Expecting value'),  # no space of JSON's
-        (b'["text"]', """'["text"]' is not a JSON object"""),
-        (b'{"txt": "", "url": ""}', "field 'text' is None, no string, of fields 'txt', 'url'"),
-        (b'{}', "field 'text' is None, no string, of fields none; correct data.text_field"),
-        (b'{"text": 7}', "field 'text' is 7, no string"),
-        (b'{"text": "\\ud800"}', "field 'text' holds half a surrogate pair"),
-        (b'{"text": "\xff"}', 'byte 11 is not UTF-8'),
-        (b'{"text": ' + b'[' * 100_000, f'no JSON: {TOO_DEEP}'),
-        (b'{"text": ' + b'1' * 5000 + b'}', 'no JSON: Exceeds the limit'),
+        b'{"text": "cut',
+        b'plain words',
+        b'\x0b{"text": ""}',  # no space of JSON's
+        b'["text"]',
+        b'{"txt": "", "url": ""}',
+        b'{"text": 7}',
+        b'{"text": "\\ud800"}',  # half a surrogate pair
+        b'{"text": "\xff"}',
+        b'{"text": ' + b'[' * 100_000,
+        b'{"text": ' + b'1' * 5000 + b'}',
     ],
-    'txt': [(b'sch\xf6n', 'byte 4 is not UTF-8')],
+    'txt': [b'sch\xf6n'],
 }
-
-
 GZIP_HEADER = gzip.compress(b'')[:10]
-
-
 BROKEN_GZIPS = {
-    'truncated': (lambda good, rest: good + gzip.compress(rest)[:-9], 'Compressed file ended'),
-    'no checksum': (lambda good, rest: good[:-8], 'Compressed file ended before'),
-    'crc': (lambda good, rest: good[:-8] + b'\1\2\3\4' + good[-4:], 'CRC check failed'),
-    'deflate': (lambda good, rest: good + GZIP_HEADER + b'\xff' * 99, 'Error -3 while decompress'),
-    'garbage': (lambda good, rest: good + b'garbage', 'Not a gzipped file'),
+    'truncated': lambda good, rest: good + gzip.compress(rest)[:-9],
+    'no checksum': lambda good, rest: good[:-8],
+    'crc': lambda good, rest: good[:-8] + b'\1\2\3\4' + good[-4:],
+    'deflate': lambda good, rest: good + GZIP_HEADER + b'\xff' * 99,
+    'garbage': lambda good, rest: good + b'garbage',
 }
-
-
 GOOD_LINES = {
     'txt': [b'first', b'', b'third', b'fifth'],
     'json': [b'{"text": "first"}', b'', b'{"text": "third"}', b'{"text": "fifth"}'],
 }
-
-
-FAULTS = [
-    *[(kind + gz, *bad) for kind in BAD_LINES for gz in ('', '.gz') for bad in BAD_LINES[kind]],
-    *[(f'{kind}.gz', *broken) for kind in BAD_LINES for broken in BROKEN_GZIPS.values()],
-]
 
 
 def test_half_a_surrogate_pair_in_a_field_that_no_setting_names(tmp_path):
@@ -221,38 +186,24 @@ def test_half_a_surrogate_pair_in_a_field_that_no_setting_names(tmp_path):
     config = make_config(files=str(path), validation_fraction=0.0)
     assert len(list(sources.open.open_source(config).records('train'))) == 1
     whole = sources.open.open_source(config, whole_records=True)
-    with pytest.raises(ValueError, match=f'line 1 of {path}: a field holds half a surrogate pair'):
+    with pytest.raises(Refused, match=f'line 1 of {path}'):
         list(whole.records('train'))
 
 
-def check_fault(folder, kind, message, line, left):
+def check_fault(folder, kind, line, left):
     """It stops the run, or is left out, told and counted once however often it is read."""
     files = {'files': f'{folder}/*.{kind}', 'validation_fraction': 0.3}
-    message = f'line {line} of {folder}/bad.{kind}: {message}'
-    with pytest.raises(ValueError) as error:
+    place = f'line {line} of {folder}/bad.{kind}: '
+    with pytest.raises(Refused) as error:
         epoch_documents(sources.open.open_source(make_config(**files)))
-    assert str(error.value).startswith(f'data.on_bad_line=stop (skip leaves it out): {message}')
-    assert '\n' not in str(error.value)
+    assert place in str(error.value) and 'data.on_bad_line' in str(error.value)
     source = sources.open.open_source(make_config(**files, on_bad_line='skip'))
     for epoch in range(2):
         texts = [text for _, text in sum(epoch_documents(source, epoch, num_lanes=2), [])]
         assert sorted(texts) == sorted([f'good {i}' for i in range(20)] + left)
     messages, count = source.faults()
-    assert len(messages) == count == 1 and messages[0].startswith(message)
+    assert len(messages) == count == 1 and messages[0].startswith(place)
     assert source.faults() == ([], 1)
-
-
-@pytest.mark.parametrize('suffix', ['', '.gz'])
-def test_a_quote_that_is_not_closed_counts_as_its_lines(tmp_path, suffix):
-    rows = ['q,a\n'] + [f'{i},{i}\n' for i in range(3000)]
-    rows[6] = '5,"5\n'
-    content = ''.join(rows).encode()
-    (tmp_path / f'a.csv{suffix}').write_bytes(gzip.compress(content) if suffix else content)
-    config = make_config(
-        files=f'{tmp_path}/a.csv{suffix}', inputs='{q}', targets='{a}', on_bad_line='skip'
-    )
-    with pytest.raises(ValueError, match=r'2,995 bad lines of [23],\d+, .*correct line 7 of '):
-        epoch_documents(sources.open.open_source(config))
 
 
 def write_good_file(folder, kind):
@@ -263,94 +214,81 @@ def write_good_file(folder, kind):
         file.write('\n'.join(lines).encode())
 
 
-@pytest.mark.parametrize('kind, bad, message', FAULTS)
-def test_a_bad_line_is_named_and_stops_or_is_left_out(tmp_path, kind, bad, message):
+@pytest.mark.parametrize('kind', ['txt', 'json', 'txt.gz', 'json.gz'])
+def test_a_bad_line_is_named_and_stops_or_is_left_out(tmp_path, monkeypatch, kind):
+    """So is the rest of a broken gzip, and an empty file."""
+    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 8)
     write_good_file(tmp_path, kind)
+    bad_file = tmp_path / f'bad.{kind}'
+    is_gzipped = kind.endswith('.gz')
     *good, last = GOOD_LINES[kind.removesuffix('.gz')]
-    good, left = b''.join(line + b'\n' for line in good), ['first', 'third']
-    if callable(bad):
-        content, message = bad(gzip.compress(good), last), f'broken gzip ({message}'
-    else:
-        content, left = good + bad + b'\n' + last + b'\n', [*left, 'fifth']
-        content = gzip.compress(content) if kind.endswith('.gz') else content
-    (tmp_path / f'bad.{kind}').write_bytes(content)
-    check_fault(tmp_path, kind, message, 4, left)
-
-
-@pytest.mark.parametrize(
-    'kind, content',
-    [(kind, b'') for kind in ('txt', 'json', 'txt.gz', 'json.gz')]
-    + [(kind, gzip.compress(b'', mtime=0)) for kind in ('txt.gz', 'json.gz')],
-)
-def test_an_empty_file_is_a_fault(tmp_path, kind, content):
-    write_good_file(tmp_path, kind)
-    (tmp_path / f'bad.{kind}').write_bytes(content)
-    check_fault(tmp_path, kind, 'the file is empty; copy it again, or remove it', 1, [])
+    good = b''.join(line + b'\n' for line in good)
+    for bad in BAD_LINES[kind.removesuffix('.gz')]:
+        content = good + bad + b'\n' + last + b'\n'
+        bad_file.write_bytes(gzip.compress(content) if is_gzipped else content)
+        check_fault(tmp_path, kind, 4, ['first', 'third', 'fifth'])
+    for broken in BROKEN_GZIPS.values() if is_gzipped else ():
+        bad_file.write_bytes(broken(gzip.compress(good), last))
+        check_fault(tmp_path, kind, 4, ['first', 'third'])
+    for empty in (b'', gzip.compress(b'', mtime=0))[: 1 + is_gzipped]:
+        bad_file.write_bytes(empty)
+        check_fault(tmp_path, kind, 1, [])
     (tmp_path / f'good.{kind}').unlink()
-    if not content:
-        with pytest.raises(ValueError, match='data.files='):
-            sources.open.open_source(make_config(files=f'{tmp_path}/*', on_bad_line='skip'))
+    bad_file.write_bytes(b'')
+    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', on_bad_line='skip'))
+    with pytest.raises(Refused):  # pydoc is not read instead
+        source.check_not_empty('train')
 
 
 @pytest.mark.parametrize('size', [100, 70_000])
-def test_the_line_of_a_fault_far_inside_a_file(tmp_path, size, monkeypatch):
-    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 64)
+def test_the_line_of_a_fault_far_inside_a_file(tmp_path, size):
     lines = [b'%d ' % i + b'x' * size for i in range(40)]
     lines[33] = b'\xff'
     (tmp_path / 'a.txt').write_bytes(b'\n'.join(lines))
-    with pytest.raises(ValueError, match='line 34 of .*a.txt: byte 1 is not UTF-8'):
+    with pytest.raises(Refused, match='line 34 of .*a.txt'):
         epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/a.txt')))
     whole = gzip.compress(b'\n'.join(lines[:33]))
     half = whole[: len(whole) // 2]
     (tmp_path / 'a.txt.gz').write_bytes(half)
     line = zlib.decompressobj(31).decompress(half).count(b'\n') + 1
-    with pytest.raises(ValueError, match=f'line {line} of .*a.txt.gz: broken gzip'):
+    with pytest.raises(Refused, match=f'line {line} of .*a.txt.gz'):
         epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/a.txt.gz')))
 
 
 @pytest.mark.parametrize('kind', ['.jsonl', '.jsonl.gz'])
-@pytest.mark.parametrize(
-    'num_bad, fraction, allowed', [(10, 0.0, 10), (11, 0.001, 10), (30, 0.05, 30)]
-)
-def test_bad_lines_must_be_few(tmp_path, kind, num_bad, fraction, allowed):
-    lines = [b'{"text": "good"}'] * 2000
-    for i in range(num_bad):
-        lines[50 * i + 60] = b'{}'
-    content = b'\n'.join(lines)
-    path = tmp_path / f'a{kind}'
-    path.write_bytes(gzip.compress(content) if kind.endswith('.gz') else content)
-    config = make_config(files=str(path), on_bad_line='skip', max_bad_fraction=fraction)
-    source = sources.open.open_source(config)
-    if num_bad > allowed:
-        with pytest.raises(ValueError, match=f'11 bad lines .*data.max_bad_fraction={fraction}'):
-            epoch_documents(source, num_lanes=1, splits=['train'])
-    else:
-        for epoch in range(3):
+def test_bad_lines_must_be_few(tmp_path, kind):
+    for num_bad, fraction, allowed in [(10, 0.0, 10), (11, 0.001, 10), (30, 0.05, 30)]:
+        lines = [b'{"text": "good"}'] * 2000
+        for i in range(num_bad):
+            lines[50 * i + 60] = b'{}'
+        content = b'\n'.join(lines)
+        path = tmp_path / f'a{kind}'
+        path.write_bytes(gzip.compress(content) if kind.endswith('.gz') else content)
+        config = make_config(files=str(path), on_bad_line='skip', max_bad_fraction=fraction)
+        source = sources.open.open_source(config)
+        if num_bad > allowed:
+            with pytest.raises(Refused, match=f'data.max_bad_fraction={fraction}'):
+                epoch_documents(source, num_lanes=1, splits=['train'])
+            continue
+        for epoch in range(2):
             epoch_documents(source, epoch, num_lanes=1)
         messages, count = source.faults()
         assert count == num_bad and len(messages) == 10  # the last ten are told
-        assert all('line' in message for message in messages)
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        'plain.txt',
-        './plain.txt',
-        'folder/../plain.txt',
-        '~/plain.txt',
-        'plain.txt/',
-        ' plain.txt ',
-        'with space é日.txt',
-        'a, comma.txt',
-        'link.txt',
-        'set[1].txt',
-        'folder[1]/*.txt',
-        'fold*/inside.txt',
-        '*ain.txt, ,plain.txt',
-    ],
-)
-def test_names_of_files(tmp_path, monkeypatch, name):
+NAMES = [
+    'plain.txt',
+    './plain.txt',
+    'folder/../plain.txt',
+    '~/plain.txt',
+    'plain.txt/',
+    ' plain.txt ',
+]
+NAMES += ['with space é日.txt', 'a, comma.txt', 'link.txt', 'set[1].txt', 'folder[1]/*.txt']
+NAMES += ['fold*/inside.txt', '*ain.txt, ,plain.txt', '**/inside.txt']
+
+
+def test_names_of_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('HOME', str(tmp_path))
     (tmp_path / 'folder').mkdir()
@@ -360,91 +298,65 @@ def test_names_of_files(tmp_path, monkeypatch, name):
     (tmp_path / 'folder[1]/inside.txt').write_text('plain.txt')
     (tmp_path / 'folder/other.txt').write_text('other')
     (tmp_path / 'link.txt').symlink_to('plain.txt')
-    source = sources.open.open_source(make_config(files=name))
-    [file] = source.files
-    assert file.split == 'train' and os.path.isabs(file.path) and '..' not in file.path
-    text = name if ' ' in name.strip() and '*' not in name or '[1].' in name else 'plain.txt'
-    assert [text for _, text in documents_of(source)] == [text.strip()]
+    for name in NAMES:
+        source = sources.open.open_source(make_config(files=name))
+        [file] = source.files
+        assert file.split == 'train' and os.path.isabs(file.path) and '..' not in file.path
+        text = name if ' ' in name.strip() and '*' not in name or '[1].' in name else 'plain.txt'
+        assert [text for _, text in documents_of(source)] == [text.strip()], name
 
 
-@pytest.mark.parametrize('key', ['files', 'validation_files', 'test_files'])
-@pytest.mark.parametrize(
-    'name, part',
-    [
-        (',,', "=',,'"),
-        ('  ', "='  '"),
-        ('http://a.b/*.txt', ': http://a.b/*.txt'),
-        ('file:///a.txt', ': file:///a.txt'),
-        ('{}/folder', ": '{}/folder' matches no file"),
-        ('{}/fold*', ": '{}/fold*'"),
-        ('{}/loop.txt', ': {}/loop.txt'),
-        ('{}/loop*', ': {}/loop.txt'),
-        ('{}/gone.txt', ': {}/gone.txt'),
-        ('/dev/null', ': /dev/null'),
-        ('{}/lfs.txt', ': {}/lfs.txt is a pointer of git-lfs'),
-        ('~nobody-here/a.txt', ': ~nobody-here/a.txt'),
-        ('{}/empty*', "='{}/empty*'"),
-        ('{}/secret.txt', ': {}/secret.txt cannot be read'),
-        ('a\0b', ": 'a\\x00b'"),
-        ('a' * 5000, 'File name too long'),
-    ],
-)
-def test_names_that_cannot_be_read_are_refused(tmp_path, monkeypatch, key, name, part):
+# For each name what the message names.
+NO_FILES = {
+    ',,': 'data.files',
+    '  ': 'data.files',
+    'http://a.b/*.txt': 'http://a.b/*.txt',
+    '{}/folder': 'folder',
+    '{}/fold*': 'fold*',
+    '{}/loop*': 'loop.txt',
+    '{}/gone.txt': 'gone.txt',
+    '/dev/null': '/dev/null',
+    '{}/lfs.txt': 'lfs.txt',
+    '~nobody-here/a.txt': '~nobody-here/a.txt',
+    '{}/empty*': 'empty.txt',
+    'a\0b': 'a\\x00b',
+    'a' * 5000: 'data.files',
+}
+
+
+def test_names_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / 'folder').mkdir()
     (tmp_path / 'loop.txt').symlink_to('loop.txt')
     (tmp_path / 'gone.txt').symlink_to('nowhere')
     (tmp_path / 'lfs.txt').write_bytes(LFS_POINTER)
     (tmp_path / 'empty.txt').write_bytes(b'')
-    (tmp_path / 'good.txt').write_text('good')
-    (tmp_path / 'secret.txt').write_text('secret')
-    check_not_lfs = sources.files.paths.check_not_lfs
-
-    def refuse(path):  # for root, who may read everything
-        if path.name == 'secret.txt':
-            raise PermissionError(13, 'Permission denied')
-        check_not_lfs(path)
-
-    monkeypatch.setattr(sources.files.paths, 'check_not_lfs', refuse)
-    files = {'files': f'{tmp_path}/good.txt', key: name.replace('{}', str(tmp_path))}
-    with pytest.raises(ValueError) as error:
-        sources.open.open_source(make_config(**files))
-    words = str(error.value)
-    assert words.startswith(f'data.{key}') and '\n' not in words
-    assert part.replace('{}', str(tmp_path)) in words
+    for name, part in NO_FILES.items():
+        with pytest.raises(Refused) as error:
+            sources.open.open_source(make_config(files=name.replace('{}', str(tmp_path))))
+        assert part in str(error.value) and '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('name', ['a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'])
-def test_extensions_in_any_case(tmp_path, name):
+def test_extensions_in_any_case(tmp_path):
     content = b'{"text": "first"}\n{"text": "second"}\n{}\n'
-    is_gzipped = name.lower().endswith('gz')
-    (tmp_path / name).write_bytes(gzip.compress(content) if is_gzipped else content)
-    config = make_config(files=f'{tmp_path}/*', on_bad_line='skip')
-    source = sources.open.open_source(config)
-    found = sum(epoch_documents(source), [])
-    assert sorted(text for _, text in found) == ['first', 'second']
-    assert 'line 3 of' in source.faults()[0][0]
+    for name in ('a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'):
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content) if name.lower().endswith('gz') else content)
+        source = sources.open.open_source(make_config(files=str(path), on_bad_line='skip'))
+        found = sum(epoch_documents(source), [])
+        assert sorted(text for _, text in found) == ['first', 'second']
+        assert 'line 3 of' in source.faults()[0][0]
 
 
-@pytest.mark.parametrize(
-    'content, is_told',
-    [
-        (b'\n{"text": "a"}\n\n{"text": "b"}', True),
-        (b'{}\n' * 20 + b'words\n', True),
-        (b'{"text": "a"}\nwords\n', False),
-        (b'words\n{"text": "a"}\n', False),
-        (b'[1]\n2\n', False),
-        (b'{"text": "\xff"}\n', False),
-        (b'{"a": ' * 100_000, False),
-    ],
-)
-@pytest.mark.parametrize('name', ['a.txt', 'a.txt.gz'])
-def test_json_in_a_text_file_is_told(tmp_path, caplog, content, is_told, name):
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if name.endswith('gz') else content)
-    with caplog.at_level('WARNING'):
-        sources.open.open_source(make_config(files=str(path)))
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == is_told and all(str(path) in message for message in messages)
+def test_json_in_a_text_file_is_told(tmp_path, caplog):
+    contents = {b'\n{"text": "a"}\n\n{"text": "b"}': True, b'{}\n' * 20 + b'words\n': True}
+    contents |= dict.fromkeys([b'{"text": "a"}\nwords\n', b'[1]\n2\n', b'{"a": ' * 100_000], False)
+    for name in ('a.txt', 'a.txt.gz'):
+        for content, is_told in contents.items():
+            caplog.clear()
+            path = tmp_path / name
+            path.write_bytes(gzip.compress(content) if name.endswith('gz') else content)
+            sources.open.open_source(make_config(files=str(path)))
+            assert [str(path) in message for message in caplog.messages] == [True] * is_told
 
 
 def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
@@ -455,7 +367,7 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
     os.link(tmp_path / 'a.txt', tmp_path / 'hard.jsonl')
     shutil.copy(tmp_path / 'a.txt', tmp_path / 'copy.txt')
     for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
-        with pytest.raises(ValueError, match=rf'a.txt of data.files and .*{name[-5:]}'):
+        with pytest.raises(Refused, match=f'a.txt .*{name[-5:]}'):
             sources.open.open_source(make_config(files='a.txt', validation_files=name))
 
 
@@ -465,8 +377,7 @@ def test_a_table_that_is_written_again_is_read_again(tmp_path, name):
     path = tmp_path / name
     between = '\t' if 'tsv' in name else ','
     for columns, row in (('number text', '1 new'), ('text number', 'newer 2')):
-        lines = [between.join(line.split()) for line in (columns, row)]
-        content = '\n'.join(lines).encode()
+        content = f'{columns}\n{row}'.replace(' ', between).encode()
         path.write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
         source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.0))
         [record] = source.records('train')
@@ -476,31 +387,24 @@ def test_a_table_that_is_written_again_is_read_again(tmp_path, name):
 def test_changes_of_files_are_described(tmp_path):
     describe = sources.files.describe_changes
     old = write_text_files(tmp_path / 'a')
-    kept = [
-        sources.files.file_from_json(file)
-        for file in json.loads(json.dumps([file._asdict() for file in old.files]))
-    ]
+    contents = json.loads(json.dumps([file._asdict() for file in old.files]))
+    kept = [sources.files.file_from_json(file) for file in contents]
     assert kept == list(old.files)
     changed = tmp_path / 'a/3.txt'
     changed.write_text(changed.read_text().replace('line 3 7', 'line 3 8', 1))  # same size
-    new = sources.open.open_source(make_config(files=f'{tmp_path}/a/*.txt'))
-    assert new.fingerprint != old.fingerprint
-    words = describe(kept, new.files)
-    assert f': {changed} (changed): restore those files, or name another --workdir' in words
     (tmp_path / 'a/0.txt').rename(tmp_path / 'moved.txt')
     (tmp_path / 'a/1.txt').unlink()
     (tmp_path / 'a/4.txt').write_text('new')
     files = f'{tmp_path}/a/*.txt,{tmp_path}/moved.txt'
     new = sources.open.open_source(make_config(files=files))
+    assert new.fingerprint != old.fingerprint
     words = describe(kept, new.files)
-    assert f'{changed} (changed), {tmp_path}/a/1.txt (missing), {tmp_path}/a/4.txt (new): ' in words
+    assert f'{changed} (changed), {tmp_path}/a/1.txt (missing), {tmp_path}/a/4.txt (new)' in words
     assert 'moved' not in words
     many = [sources.files.FileRecord('train', f'{i}', i, '') for i in range(1234)]
-    words = describe(many, kept)
-    assert words.count('(missing)') == 10 and ' and 1,228 more: restore' in words
-    assert ' 2 (new): restore' in describe(many[:3], many[:3] + many[2:3])
+    assert describe(many, kept).count('(missing)') == 10
+    assert ' 2 (new)' in describe(many[:3], many[:3] + many[2:3])
     assert '0.txt (missing)' in describe(kept, [])  # pydoc has no files
-    assert "Python's documentation" in describe([], kept)
 
 
 def test_a_file_moved_to_the_other_split_is_a_change(tmp_path):
@@ -563,17 +467,17 @@ class OffsetsAndLines:
 
 
 @pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
-@pytest.mark.parametrize('block_bytes', [1, 3, 5, 16, 32])
+@pytest.mark.parametrize('block_bytes', [1, 5, 32])
 def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
     monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
     monkeypatch.setattr(sources.text, 'CUT_BYTES', cut_bytes)
     monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
     monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
     random = np.random.default_rng(block_bytes)
-    for trial in range(15):
+    for trial in range(10):
         path = tmp_path / f'{trial}.txt'
         content = write_long_and_short_lines(path, random)
-        [file] = sources.files.read_records('', 'train', {str(path): paths.status_of(path)})
+        [file] = sources.files.read_records('train', {str(path): paths.status_of(path)})
         blocks = sources.text.PlainFiles([file], OffsetsAndLines())
         parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
         assert b''.join(line for _, line in parts) == content
@@ -620,12 +524,8 @@ def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
     (tmp_path / 'a.txt').write_bytes(content)
     (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(content))
     (tmp_path / 'c.txt.gz').write_bytes(gzip.compress(content.replace(b'\xff', b'e'))[:-8])
-    for name, message in [
-        ('a.txt', 'line 2 of .*a.txt: byte .* is not UTF-8'),
-        ('b.txt.gz', 'line 2 of .*b.txt.gz: byte .* is not UTF-8'),
-        ('c.txt.gz', 'line 4 of .*c.txt.gz: broken gzip'),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    for name, line in [('a.txt', 2), ('b.txt.gz', 2), ('c.txt.gz', 4)]:
+        with pytest.raises(Refused, match=f'line {line} of .*{name}'):
             epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/{name}')))
 
 
@@ -700,7 +600,7 @@ def test_every_line_of_shards_comes_once_per_epoch(tmp_path, small_pools, num_la
 
 @pytest.mark.parametrize('kind', ['.txt', '.jsonl.gz'])
 def test_a_lane_goes_on_from_any_document(tmp_path, small_pools, kind):
-    write_shards(tmp_path, [40, 33, 77, 31, 58], kind)
+    write_shards(tmp_path, [40, 33, 40, 31], kind)
     source = sources.open.open_source(make_config(files=f'{tmp_path}/*'))
     for lane, num_lanes in [(0, 1), (1, 2), (0, 8), (7, 8)]:
         documents = list(lane_documents(source, 'train', 2, lane, num_lanes, 7))
@@ -709,15 +609,6 @@ def test_a_lane_goes_on_from_any_document(tmp_path, small_pools, kind):
             for more in (0, 1):
                 rest = lane_documents(source, 'train', 2, lane, num_lanes, 7, pool, offset + more)
                 assert list(rest) == documents[i + more :]
-
-
-def test_a_pool_mixes_sixteen_shards(tmp_path):
-    write_shards(tmp_path, [50] * 20)
-    source = sources.open.open_source(make_config(files=f'{tmp_path}/*', validation_fraction=0.0))
-    for num_lanes, num_open in [(1, 16), (2, 8), (5, 4), (20, 1)]:
-        documents = list(lane_documents(source, 'train', 0, 0, num_lanes, 0))
-        first = {name.split(':')[0] for pool, _, name, _ in documents if pool == 0}
-        assert len(first) == num_open
 
 
 # Tables and templates.
@@ -766,57 +657,32 @@ def test_tables_and_json_give_the_same_records(tmp_path, monkeypatch, suffix, mi
     assert sorted(found, key=str) == sorted(expected, key=str)
 
 
-def test_a_table_may_hold_documents(tmp_path):
-    """Without templates a column is the text. A byte order mark is not part of a name."""
-    (tmp_path / 'a.csv').write_bytes(b'\xef\xbb\xbftext,n\r\nhello,1\r\n"a, b",2')
-    source = sources.open.open_source(make_config(files=f'{tmp_path}/a.csv'))
-    assert sorted(text for _, text in sum(epoch_documents(source), [])) == ['a, b', 'hello']
-
-
 def test_a_template_may_hold_braces():
     template = sources.templates.Template('data.inputs', '{{{a}}} {b c}{a}')
     assert template.fill({'a': '{1}', 'b c': '2'}) == '{{1}} 2{1}'
 
 
-SUFFIXES = ['.jsonl', '.jsonl.gz', '.csv', '.csv.gz', '.tsv', '.parquet']
-
-
-@pytest.mark.parametrize('suffix', SUFFIXES)
+@pytest.mark.parametrize('suffix', ['.jsonl', '.csv.gz', '.parquet'])
 def test_files_of_the_split_test(tmp_path, suffix):
     """Training knows nothing of them: its fingerprint, files and records are the same without."""
     test = tmp_path / f'test{suffix}'
     rows = [{'question': f'what is {i}?', 'answer': f'it is {i}', 'n': str(i)} for i in range(30)]
     if suffix == '.parquet':
-        pyarrow = pytest.importorskip('pyarrow')
-        importlib.import_module('pyarrow.parquet').write_table(
-            pyarrow.Table.from_pylist(rows), test
-        )
+        pq.write_table(pyarrow.Table.from_pylist(rows), test)
     else:
         write_table(test, rows)
     write_table(tmp_path / 'train.csv')
     train = str(tmp_path / 'train.csv')
-    for files in (train, ''):
-        source = sources.open.open_source(make_config(files=files, test_files=str(test), **QA))
+    alone = sources.open.open_source(make_config(test_files=str(test), **QA))
+    with_test = sources.open.open_source(make_config(files=train, test_files=str(test), **QA))
+    for source in (alone, with_test):
         found = [record.fields for record in source.records('test')]
         assert sorted(found, key=str) == sorted(rows, key=str)
-    with_test = sources.open.open_source(make_config(files=train, test_files=str(test), **QA))
     without = sources.open.open_source(make_config(files=train, **QA))
     assert not without.may_hold('test')
-    assert with_test.fingerprint == without.fingerprint
-    assert with_test.files == without.files
+    assert (with_test.fingerprint, with_test.files) == (without.fingerprint, without.files)
     for split in ('train', 'validation'):
         assert list(with_test.records(split)) == list(without.records(split))
-
-
-def test_two_stars_are_any_number_of_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ('real/0.txt', 'real/sub/1.txt', 'real/sub/below/2.txt'):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text('')
-    found = [os.path.basename(name) for name in sources.files.matching_files('real/**/*.txt')]
-    assert sorted(found) == ['0.txt', '1.txt', '2.txt']
-    with pytest.raises(ValueError, match='all files of a folder'):
-        sources.files.matching_files('real/su*')
 
 
 # Values in objects and lists.
@@ -841,34 +707,22 @@ def test_values_in_objects_and_lists(tmp_path):
     assert record.fields == {'a/b/0/1': '2.5', 'a/b/1': 'the name itself'}
 
 
-@pytest.mark.parametrize('suffix', ['', '.gz'])
-@pytest.mark.parametrize('action', ['stop', 'skip'])
-@pytest.mark.parametrize('field', ['translation/de', 'translation', 'translation/en/0', 'text'])
-def test_a_slot_that_no_record_fills_is_the_templates_error(tmp_path, field, action, suffix):
-    content = (HUNT / 'hf_translation.jsonl').read_bytes()
-    file = tmp_path / f'a.jsonl{suffix}'
-    file.write_bytes(gzip.compress(content) if suffix else content)
-    config = make_config(files=str(file), inputs='{translation/en}', targets=f'{{{field}}}')
-    config.on_bad_line = action
-    message = (
-        f"^no record of {file} has a text or number '{field}', the first values are "
-        "'translation/en', 'translation/ro': correct data.inputs or data.targets$"
-    )
-    with pytest.raises(ValueError, match=message):
-        sources.open.open_source(config)
-
-
-def test_a_slot_that_one_record_fills_is_that_of_the_others(tmp_path):
-    """Also if another file alone fills it, and a cut head tells nothing of lines that are skipped."""
+def test_a_slot_that_no_record_fills_is_the_templates_error(tmp_path):
+    """A cut head tells nothing of lines that are skipped, and another file alone may fill a slot."""
+    for field in ('translation/de', 'translation', 'translation/en/0', 'text'):
+        config = make_config(inputs='{translation/en}', targets=f'{{{field}}}')
+        config.update(files=str(HUNT / 'hf_translation.jsonl'), on_bad_line='skip')
+        with pytest.raises(Refused, match=f"'{field}'.*'translation/en', 'translation/ro'"):
+            sources.open.open_source(config)
     (tmp_path / 'a.jsonl').write_text('{"text": "a", "more": null}\n' * 20)
     (tmp_path / 'b.jsonl').write_text('{"text": "b", "more": "x"}\n')
     config = make_config(files=f'{tmp_path}/*.jsonl', inputs='{text}', targets='{more}')
     source = sources.open.open_source(config)
-    with pytest.raises(ValueError, match="line .*a.jsonl: field 'more' is None, .*null and NaN"):
+    with pytest.raises(Refused, match="line .*a.jsonl: .*'more'"):
         list(source.records('train'))
     (tmp_path / 'b.jsonl').write_text('{"text": "a"}\n' * 10_000 + '{"text": "b", "more": "x"}\n')
     config.on_bad_line = 'skip'
     sources.open.open_source(config)
     config.on_bad_line = 'stop'
-    with pytest.raises(ValueError, match="no record of .* has a text or number 'more'"):
+    with pytest.raises(Refused, match="'more'"):
         sources.open.open_source(config)

@@ -21,6 +21,7 @@ import tasks
 import tasks.open
 import vocabulary as vocabularies
 from configs import tiny
+from messages import Refused
 from prepare import prepare as prepare_run
 from sources import tfds as tfds_source
 from sources.tables import LineParser
@@ -126,14 +127,6 @@ def test_more_files_than_readers(roots, monkeypatch):
     assert records_of(part) == reference
 
 
-def test_a_translation_is_a_data_set_too(root):
-    settings = {'inputs': '{en}', 'targets': '{de}', 'validation_fraction': 0.0}
-    config = make_config(root, tfds='made_up_translate/de-en', **settings)
-    source = sources.open.open_source(config)
-    texts = {record.fields['en']: record.fields['de'] for record in records_of(source.train)}
-    assert texts == {f'{i} words': f'{i} Wörter' for i in range(5)}
-
-
 # The settings.
 
 
@@ -168,14 +161,6 @@ def test_text_to_text_gives_each_record_once_per_epoch(root):
     assert sorted(found) == sorted(2 * of_epoch)
 
 
-@pytest.mark.parametrize('value', [float('nan'), float('inf')])
-def test_a_number_without_a_value_fills_no_slot(value):
-    config = corpora.make_config(inputs='{scores/0}', targets='{scores/1}')
-    parser = LineParser(config, sources.BadLines('stop', max_fraction=0.0))
-    with pytest.raises(ValueError, match=f"field 'scores/1' is {value}, no string"):
-        parser.fields_named_in({'scores': [1.5, value]})
-
-
 def test_a_nested_text(root):
     settings = {'inputs': '{text}', 'targets': '{answers/text/0}'}
     config = make_config(root, **settings, on_bad_line='skip', max_bad_fraction=0.5)
@@ -186,9 +171,9 @@ def test_a_nested_text(root):
     assert all(record.fields['answers/text/0'].startswith('0 of') for record in records)
     lines, count = source.faults()
     assert count == 26
-    assert "field 'answers/text/0' is None" in lines[0]
+    assert "'answers/text/0'" in lines[0]
     source = sources.open.open_source(make_config(root, text_field='raw'))
-    with pytest.raises(ValueError, match="field 'raw' is b"):  # bytes that are not UTF-8
+    with pytest.raises(Refused, match="'raw'"):  # bytes that are not UTF-8
         records_of(source.train)
 
 
@@ -198,9 +183,6 @@ def test_a_list_of_references(root):
     for record in records_of(source.train):
         number = int(record.fields['text'].split()[1])
         assert record.fields['answers/text'] == [f'{j} of {number}' for j in range(number % 4)]
-    config = make_config(root, inputs='{text}', references='{answers/texts}')
-    with pytest.raises(ValueError, match="'answers/texts/0', .*: correct data.inputs or data.ref"):
-        sources.open.open_source(config)
 
 
 def test_the_split_validation(root):
@@ -221,19 +203,6 @@ def test_a_share_is_held_out_without_validation(root):
     assert source.validation is None
     found = [*source.records('train'), *source.records('validation')]
     assert sorted(record.fields['en'] for record in found) == [f'{i} words' for i in range(5)]
-
-
-def test_a_stream_goes_on(root):
-    config = make_config(root, inputs='{number}', targets='{text}')
-    stream = make_stream(config)
-    for _ in range(7):
-        next(stream)
-    position = stream.position
-    batches = [next(stream) for _ in range(30)]
-    other = make_stream(config)
-    other.seek(position)
-    for batch in batches:
-        np.testing.assert_equal(next(other), batch)
 
 
 def test_the_fingerprint_is_of_the_content(own_root, root, tmp_path):
@@ -271,12 +240,9 @@ def test_a_prepared_c4_is_found(root, tmp_path, monkeypatch):
     monkeypatch.setenv('TFDS_DATA_DIR', str(tmp_path))
     config.tfds_dir = ''
     assert f'{tmp_path}/c4/en/2.2.0' in open_c4(config).description
-    config.files = f'{tmp_path}/nothing'
-    with pytest.raises(ValueError, match='matches no file'):
-        open_c4(config)
     config.update(files='', tfds_dir=f'{tmp_path}/unfinished')  # does not lead to pydoc
     (tmp_path / 'unfinished/c4/en/incomplete.ABC123_3.0.1').mkdir(parents=True)
-    with pytest.raises(ValueError, match="data.tfds='c4/en': "):
+    with pytest.raises(Refused, match="data.tfds='c4/en'"):
         open_c4(config)
 
 
@@ -360,7 +326,7 @@ TASKS = [
     opened = tasks.open.open_mixture(config)
     assert {task.name: task.rate for task in opened.tasks} == dict.fromkeys(shares, 0.5)
     config.task = 'only_evaluated'
-    with pytest.raises(ValueError, match="mixture 'only_evaluated' is for evaluation alone"):
+    with pytest.raises(Refused, match="'only_evaluated'"):
         tasks.open.open_mixture(config)
 
 
@@ -377,51 +343,45 @@ def test_another_version_is_read_and_named(glue, tmp_path):
     assert tasks.open.open_mixture(config).tasks[0].source.description.endswith('/glue/cola/2.0.0')
 
 
-@pytest.mark.parametrize(
-    'name, message',
-    [('glue_mnli_v002', 'no split for validation'), ('glue_ax_v002', 'no split for training')],
-)
-def test_a_task_without_a_split_is_refused_for_training(glue, tmp_path, name, message):
+@pytest.mark.parametrize('name', ['glue_mnli_v002', 'glue_ax_v002'])
+def test_a_task_without_a_split_is_refused_for_training(glue, tmp_path, name):
     config = tiny.get_config()
     config.data.update(task=name, tfds_dir=str(glue), vocabulary='bytes')
-    with pytest.raises(ValueError, match=f"task.*{name}'.*{message}"):
+    with pytest.raises(Refused, match=name):
         prepare_run(config, tmp_path / 'run')
 
 
 # Faults.
 
 
-@pytest.mark.parametrize(
-    'changes, message',
-    [
-        ({'tfds': 'made'}, "'made': .*: made_up:1.0.0, made_up_translate/de-en:1"),
-        ({'tfds': 'made_up:2.0.0'}, "data.tfds='made_up:2.0.0'"),
-        ({'tfds': 'made_up:new'}, "data.tfds='made_up:new'"),
-        ({'tfds': 'made_up/1.0.0'}, "data.tfds='made_up/1.0.0'"),
-        ({'tfds': '../made_up'}, "data.tfds='../made_up'"),
-        ({'tfds': 'made_up_translate'}, 'made_up_translate/de-en:1.0.0'),
-        ({'tfds': 'made_up_translate/fr-en'}, "data.tfds='made_up_translate/fr-en'"),
-        ({'tfds_dir': '/nowhere'}, '/nowhere .*: none: name'),
-        (
-            {'train_split': 'trian'},
-            "data.train_split='trian': .* train .103., validation .20., test",
-        ),
-        ({'train_split': 'train[:x]'}, r"data.train_split='train\[:x\]': made_up:1.0.0"),
-        ({'train_split': 'train[5:5]'}, r"data.train_split='train\[5:5\]': .*it is empty"),
-        ({'validation_split': 'dev'}, "data.validation_split='dev'"),
-        ({'validation_split': 'train[99%:]'}, 'data.validation_split=.* share records'),
-        ({'text_field': 'content'}, "'content', .* translation/en: correct data.text_field"),
-        ({'text_field': 'answers/text'}, "'answers/text', .* answers/text/0, .*data.text_field"),
-        ({'targets': '{en}'}, "'en', .*translation/en.*: correct data.inputs or data.targets"),
-        ({'files': 'x.txt'}, "data.tfds='made_up' and files, 'x.txt'"),
-        ({'tfds': '', 'train_split': 'test'}, "data.train_split='test' .* needs data.tfds"),
-    ],
-)
-def test_a_wrong_setting_is_one_line(roots, changes, message):
-    config = make_config(roots / 'tfrecord', **changes)
-    with pytest.raises(ValueError, match=message) as error:
-        sources.open.open_source(config)
-    assert '\n' not in str(error.value)
+# Settings, and what the message names.
+WRONG = [
+    ({'tfds': 'made'}, 'made_up:1.0.0, made_up_translate/de-en:1.0.0'),
+    ({'tfds': ','}, "data.tfds=','"),
+    ({'tfds': 'made_up:2.0.0'}, "data.tfds='made_up:2.0.0'"),
+    ({'tfds': 'made_up:new'}, "data.tfds='made_up:new'"),
+    ({'tfds': 'made_up/1.0.0'}, "data.tfds='made_up/1.0.0'"),
+    ({'tfds': '../made_up'}, "data.tfds='../made_up'"),
+    ({'tfds': 'made_up_translate'}, 'made_up_translate/de-en:1.0.0'),
+    ({'tfds_dir': '/nowhere'}, '/nowhere'),
+    ({'train_split': 'trian'}, "data.train_split='trian'"),
+    ({'train_split': 'train[:x]'}, "data.train_split='train[:x]'"),
+    ({'train_split': 'train[5:5]'}, "data.train_split='train[5:5]'"),
+    ({'validation_split': 'dev'}, "data.validation_split='dev'"),
+    ({'validation_split': 'train[99%:]'}, 'data.validation_split'),
+    ({'text_field': 'content'}, "'content'"),
+    ({'text_field': 'answers/text'}, "'answers/text'"),
+    ({'targets': '{en}'}, "'en'"),
+    ({'files': 'x.txt'}, "data.tfds='made_up' and files, 'x.txt'"),
+    ({'tfds': '', 'train_split': 'test'}, "data.train_split='test'"),
+]
+
+
+def test_a_wrong_setting_is_one_line(roots):
+    for changes, part in WRONG:
+        with pytest.raises(Refused) as error:
+            sources.open.open_source(make_config(roots / 'tfrecord', **changes))
+        assert part in str(error.value) and '\n' not in str(error.value)
 
 
 def test_a_folder_without_a_part(own_root):
@@ -431,17 +391,13 @@ def test_a_folder_without_a_part(own_root):
     for file in (shard, folder / 'features.json', folder / 'dataset_info.json'):
         content = file.read_bytes()
         file.unlink()
-        with pytest.raises(ValueError, match=f"data.tfds='made_up'|lacks {shard}") as missing:
+        with pytest.raises(Refused, match=f"data.tfds='made_up'|{shard}"):
             sources.open.open_source(config)
         file.write_bytes(b'')
-        with pytest.raises(ValueError, match='lacks|cannot be opened') as empty:
+        with pytest.raises(Refused, match=str(folder)) as empty:
             sources.open.open_source(config)
-        assert '\n' not in f'{missing.value}{empty.value}'
+        assert '\n' not in str(empty.value)
         file.write_bytes(content)
-    sources.open.open_source(config)
-    folder.rename(own_root / 'made_up/incomplete.AB12_1.0.0')
-    with pytest.raises(ValueError, match="data.tfds='made_up'"):
-        sources.open.open_source(config)
 
 
 def test_every_flipped_byte_is_found(own_root):
@@ -450,15 +406,14 @@ def test_every_flipped_byte_is_found(own_root):
     content = shard.read_bytes()
     used = [i for i, byte in enumerate(content) if byte or '.tfrecord' in shard.name]
     reference = [record.fields for record in records_of(open_part(own_root, field='text'))]
-    for position in used[:: len(used) // 12]:
+    for position in used[:: len(used) // 8]:
         damage(shard, position)
         part = open_part(own_root, field='text')
         part.bad_lines = sources.BadLines('skip', max_fraction=0.0)
         try:
             found = [record.fields for record in records_of(part) if record]
-        except ValueError as error:
-            assert str(error).startswith(f'{shard} cannot be opened')
-            assert '.array_record' in shard.name
+        except Refused as error:
+            assert str(shard) in str(error) and '.array_record' in shard.name
         else:
             lines, count = part.bad_lines.take()
             assert count == len(lines) == len(reference) - len(found) <= 1
@@ -469,23 +424,18 @@ def test_every_flipped_byte_is_found(own_root):
 
 
 def test_a_damaged_record_or_a_truncated_shard_stops_the_run(own_root):
-    shard = next((own_root / 'made_up/1.0.0').glob('*train*00001-of*'))
+    """So does one that has other records than dataset_info.json says."""
+    old, shard = sorted((own_root / 'made_up/1.0.0').glob('*train*0000[12]-of*'))
+    content = shard.read_bytes()
     damage(shard, 200)
     source = sources.open.open_source(make_config(own_root))
-    with pytest.raises(ValueError, match=f'{shard}: .*copy the file again') as error:
+    with pytest.raises(Refused, match=str(shard)) as error:
         records_of(source.train)
     assert '\n' not in str(error.value)
-    shard.write_bytes(shard.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=f'{shard}.*: copy the file again'):
-        records_of(open_part(own_root))
-
-
-def test_a_shard_with_other_records(own_root):
-    """As many as its name says, but not those of dataset_info.json."""
-    old, new = sorted((own_root / 'made_up/1.0.0').glob('*train*0000[12]-of*'))
-    shutil.copy(old, new)
-    with pytest.raises(ValueError, match=f'{new} has 26 records, and dataset_info.json says 25'):
-        records_of(open_part(own_root, 'train[60:70]'))
+    for other in (content[:-20], old.read_bytes()):
+        shard.write_bytes(other)
+        with pytest.raises(Refused, match=str(shard)):
+            records_of(open_part(own_root, 'train[60:70]'))
 
 
 # Without TensorFlow.
@@ -551,10 +501,8 @@ def test_several_data_sets_are_read_as_one(roots, tmp_path):
     one = [example('validation', i)['text'].strip() for i in range(SIZES['validation'])]
     assert sorted(texts) == sorted(one * 2)
     assert source.train.num_records == 2 * SIZES['train']
-    with pytest.raises(ValueError, match='stored as array_record and tfrecord'):
+    with pytest.raises(Refused, match='array_record and tfrecord'):
         sources.open.open_source(make_config(tmp_path, tfds='made_up_1, made_up_2'))
-    with pytest.raises(ValueError, match="data.tfds='made_up_3': "):
-        sources.open.open_source(make_config(tmp_path, tfds='made_up_0,made_up_3'))
 
 
 def test_the_split_test_may_be_in_files(roots, tmp_path):
