@@ -440,7 +440,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         folder = file.parent
     elif not paths.is_file(file):
         held = first_ten(sorted(file.name for file in list_folder(folder))) or 'nothing'
-        raise Refused(f'{folder} has no checkpoint, only {held}: name {FORMATS}')
+        raise Refused(f'{folder} has no checkpoint (it holds {held}): name {FORMATS}')
     content = paths.own_file(file).read_bytes()
 
     def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':

@@ -46,8 +46,8 @@ class ReadError(OSError):
 def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
     """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
 
-    `may_be_new`: it need not exist. Raises Refused if `name` is not a path, OSError if the system cannot follow it (a
-    loop of links, no permission) or the bucket cannot be listed.
+    `may_be_new`: it need not exist. Raises Refused if `name` is not a path, the system cannot follow it (a loop of
+    links, no permission), or the bucket cannot be listed.
     """
     text = _text(name)
     if not is_in_bucket(text):
@@ -70,8 +70,12 @@ def disk_path(name: str | os.PathLike) -> Path:
         after_last = len(path.parts) - path.parts[::-1].index('..')
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
         path = Path(resolved, *path.parts[after_last:])
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    try:
         path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise Refused(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
 
 

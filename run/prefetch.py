@@ -236,7 +236,7 @@ def portable(error: Exception) -> Exception:
     except Exception:  # its class takes other arguments than its message
         error = RuntimeError(''.join(traceback.format_exception_only(error)))
     if not isinstance(error, Refused | OSError):
-        error.add_note(f'In a process that makes batches:\n{"".join(lines)}')
+        error.add_note(f'In a process of its own:\n{"".join(lines)}')
     return error
 
 

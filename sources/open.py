@@ -38,6 +38,8 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     config.test_files take precedence. Files are read in the order of their digests, so that names and
     folders change nothing.
     """
+    if not config.text_field:
+        raise Refused("data.text_field='' names no field: C4's is 'text'")
     folder = find_cache(config, config.task)
     if folder is not None:
         return cached_source(config, folder)
@@ -60,7 +62,10 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
         is_of_pydoc = config.task.startswith('pydoc_')
         needs_files = config.kind or config.delimiter or config.targets or config.references
         if needs_files or (whole_records and not is_of_pydoc):
-            raise Refused(f'data.task={config.task!r} needs records: set data.files or data.tfds')
+            raise Refused(
+                f'data.task={config.task!r}, data.kind={config.kind!r}, data.delimiter={config.delimiter!r} and '
+                f'data.targets={config.targets!r} need records: set data.files or data.tfds'
+            )
         return pydoc.open_source(config)
     test_parser = LineParser(config, bad_lines, whole_records)
     if test_files:
@@ -90,6 +95,10 @@ def files_source(
     parser: LineParser,
 ) -> Source:
     """Open files for training and files for validation; each may be none."""
+    if validation_files and not train_files and config.train_split != NO_SPLIT:
+        raise Refused(
+            f'data.validation_files={config.validation_files!r} needs data.files: name both'
+        )
     train = read_records('train', train_files)
     validation = read_records('validation', validation_files)
     check_disjoint(train, validation)
@@ -289,7 +298,8 @@ def tfds_source_of(
                 start = max(run.first, other.first)
                 if start < min(run.first + run.num_records, other.first + other.num_records):
                     raise Refused(
-                        'data.train_split and data.validation_split share records: divide them'
+                        f'data.train_split={splits["train"]!r} and data.validation_split='
+                        f'{splits["validation"]!r} share records: name disjoint splits'
                     )
     counts = [f'{part.num_records:,} records ({splits[split]})' for split, part in parts.items()]
     names = [data_set.name for data_set in data_sets]
@@ -317,6 +327,8 @@ def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.
         for name in split_names(patterns) or [patterns]:
             found.update(matching_files(name))
     not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
+    if not not_empty:
+        raise Refused(f'{key}={patterns!r} names no file with text: name another')
     for path in sorted(found.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
     return not_empty

@@ -245,7 +245,9 @@ class Mixture:
         check_name(self.name)
         names = [name_of(member) for member in self.members]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f'mixture {self.name!r} has members={names!r:.60}: name some, each once')
+            raise ValueError(
+                f'mixture {self.name!r} has members={names!r:.60}: name some, each once'
+            )
         for member, rate in self.members.items():
             if not callable(rate):
                 self._check_rate(name_of(member), rate)
@@ -301,7 +303,9 @@ class Mixture:
 
     def _check_rate(self, name: str, rate: float) -> None:
         if not 0 <= rate < math.inf:
-            raise ValueError(f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use 0 or more')
+            raise ValueError(
+                f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use 0 or more'
+            )
 
 
 def name_of(member: str | Task | Mixture) -> str:

@@ -75,7 +75,7 @@ def test_what_is_no_path(here):
             assert '\n' not in str(error.value)
             assert str(name) in str(error.value) or repr(name) in str(error.value)
         for name in ('loop', 'loop/x', 'a' * 300):
-            with pytest.raises(OSError, match=name):
+            with pytest.raises(Refused, match=name):
                 to_path(name)
     for refused in (
         paths.disk_path,

@@ -291,10 +291,10 @@ def places(tmp_path_factory):
 
 
 NO_CHECKPOINTS = [
-    ('nowhere', 'nowhere/checkpoint'),
-    ('dangling', 'dangling/checkpoint'),
+    ('nowhere', 'nowhere'),
+    ('dangling', 'dangling'),
     ('loop', 'loop'),
-    ('empty', 'empty/checkpoint'),
+    ('empty', 'empty'),
     ('other', 'config.json'),
     ('run', 'run'),
     ('text.txt', 'text.txt'),
@@ -312,7 +312,7 @@ NO_CHECKPOINTS = [
     ('hf/model.safetensors', 'hf'),
     ('hf/config.json', 'hf'),
     ('t5x/checkpoint_6/target.token_embedder.embedding', '.zarray, 0.0'),
-    ('t5x/checkpoint_6/README', 'README/checkpoint'),
+    ('t5x/checkpoint_6/README', 'README'),
     ('mtf lost', 'model.ckpt-0.index'),
 ]
 
@@ -375,7 +375,7 @@ def test_folders_of_results_may_have_any_name(tmp_path):
 
 def test_the_root_and_single_files_of_checkpoints(tmp_path):
     """One file of Mesh-TF's names its checkpoint, one of ours does not."""
-    assert_refused(lambda: infer.load('/'), '/checkpoint')
+    assert_refused(lambda: infer.load('/'), '/')
     assert_refused(lambda: convert.convert_checkpoint('/', tmp_path / 'x', 't5x'), '/')
     written = convert.convert_checkpoint(T5X, tmp_path / 'x', 't5x')
     for name in ('manifest.json', 'config.json'):
