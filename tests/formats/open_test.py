@@ -322,7 +322,7 @@ def test_what_is_no_checkpoint(places):
         assert_refused(lambda name=name: formats.open.open_model(places / name), named)
     assert_refused(lambda: formats.open.open_model('http://x/y'), 'http://x/y')
     convert_it = lambda: convert.convert_checkpoint(places / 'empty', places / 'x', 't5x')  # noqa: E731
-    assert_refused(convert_it, 'empty/checkpoint')
+    assert_refused(convert_it, 'empty')
     assert not (places / 'x').exists()
 
 
