@@ -77,10 +77,7 @@ def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) 
         options = own_options.options_of(declared, file, settings.get('options') or {})
         config = T5Config(**{**settings, 'options': options}, own=own)
         check_values(config)
-        try:
-            model.param_specs(config)
-        except ValueError as error:
-            raise ValueError(f'{file}: {error} (Modules.specs)') from error
+        model.param_specs(config)
         if own.adapters and not any(re.fullmatch(own.adapters, x) for x in model.shapes(config)):
             raise ValueError(
                 f'{file}: adapters={own.adapters!r} matches no parameter: it must match the whole path of '
@@ -167,7 +164,7 @@ def trace(config: T5Config) -> set[str]:
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):
         batch[name] = jnp.ones([2, 3], jnp.int32)
 
-    def aux(params):
+    def aux(params, batch):
         if config.num_decoder_layers == 0:
             return model.apply(
                 lambda: model.encode(config, batch['encoder_input_tokens'])[2], params
@@ -177,7 +174,8 @@ def trace(config: T5Config) -> set[str]:
     params = {}
     for path, shape in model.shapes(config).items():
         params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return set(jax.eval_shape(partition.one_device(aux), params))
+    in_specs = (model.param_specs(config), partition.BATCH)
+    return set(jax.eval_shape(partition.one_device(aux, in_specs), params, batch))
 
 
 def describe_options(name: str) -> list[str]:

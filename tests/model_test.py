@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forms import every_third_quick
+from jax.sharding import PartitionSpec as P
 from small_models import random_batch, random_params, run_config, t5_config
 
 import model
@@ -38,10 +39,12 @@ def model_config(**settings):
 def apply_logits(config):
     """(params, batch, key, rows) -> logits, on one device."""
 
-    def f(params, batch, key=None, rows=None):
+    def f(params, batch, key, rows):
         return model.apply(lambda: model.logits(config, batch, rows)[0], params, key)
 
-    return partition.one_device(f)
+    specs = (model.param_specs(config), partition.BATCH, P(), partition.BATCH)
+    on_one = partition.one_device(f, specs)
+    return lambda params, batch, key=None, rows=None: on_one(params, batch, key, rows)
 
 
 @pytest.fixture(scope='module')
@@ -82,7 +85,7 @@ def test_causality_by_gradients(tiny):
     batch = {n: x[:1] for n, x in random_batch(0).items()}
     batch = {n: jnp.where(x == 0, 5, x) for n, x in batch.items()}  # no padding
 
-    def logit_sums(offset_bTD):
+    def logit_sums(offset_bTD, params, batch):
         """Sums of logits per position, with `offset` added to the decoder's embedded inputs."""
 
         def add_offset(embed, args, kwargs, context):
@@ -100,8 +103,9 @@ def test_causality_by_gradients(tiny):
         return (logits * jnp.arange(1.0, 385.0)[None, None]).sum((0, 2))
 
     length = batch['decoder_input_tokens'].shape[1]
-    jacobian = partition.one_device(jax.jacobian(logit_sums))(
-        jnp.zeros([1, length, config.emb_dim])
+    specs = (P(), model.param_specs(config), partition.BATCH)
+    jacobian = partition.one_device(jax.jacobian(logit_sums), specs)(
+        jnp.zeros([1, length, config.emb_dim]), params, batch
     )
     depends = np.abs(np.asarray(jacobian)).max((1, 3)) > 0  # [logits at, input at]
     np.testing.assert_array_equal(depends, np.tril(np.ones([length, length], bool)))
@@ -244,15 +248,16 @@ def saved_bytes(remat):
     config = model_config(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, remat=remat)
     batch = random_batch(0)
 
-    @partition.one_device
-    def backward(params, key):
+    def backward(params, batch, key):
         def loss(params):
             logits, _ = model.apply(lambda: model.logits(config, batch, jnp.arange(8)), params, key)
             return (logits**2).mean()
 
         return jax.vjp(loss, params)[1]
 
-    kept = jax.eval_shape(backward, random_params(config), jax.random.key(0))
+    specs = (model.param_specs(config), partition.BATCH, P())
+    on_one = partition.one_device(backward, specs)
+    kept = jax.eval_shape(on_one, random_params(config), batch, jax.random.key(0))
     return sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(kept))
 
 

@@ -489,7 +489,7 @@ def test_a_parameter_without_a_row(tmp_path, corpus):
     file.write_text(MLP.replace("/mlp/down'", "/mlp/dawn'"))
     config = example_config(corpus, file=file)
     config.model.mlp_activations = ('relu',)
-    name = f"{file}: parameter 'decoder/layers_0/mlp/down'"
+    name = "parameter 'encoder/layers_0/mlp/down' matches 0 rows"
     assert_refused(lambda: prepare(config, tmp_path / 'run'), name)
     assert not (tmp_path / 'run/config.json').exists()
 
