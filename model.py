@@ -2,7 +2,8 @@
 
 All code here is one device's part of the computation. It runs inside `jax.shard_map` over the mesh, or inside
 `partition.one_device`. The suffix of a name gives the dimensions of an array: an upper-case letter is a full
-dimension, a lower-case letter this device's slice of it. `partial_` marks a value whose sum over 'model' is due.
+dimension, a lower-case letter this device's slice of it. `partial_` marks a value whose sum over 'model' is due:
+`check_output` raises an error for a module that returns one.
 
     b  rows of the batch (BATCH_AXES)  D  embed (emb_dim)         T  query positions
     h  attention heads   ('model')     K  head size (head_dim)    M  key and value positions
