@@ -141,10 +141,7 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
         # Mark the axes that split the parameter, as a mesh does: the checks are then those of a step.
         path = context.full_name
         if '~' in path:
-            raise ValueError(
-                f"parameter {path!r} of a module made outside __call__: add @hk.name_like('__call__') "
-                'to the method that makes it'
-            )
+            raise ValueError(f"{path}: the method that makes it needs @hk.name_like('__call__')")
         [spec] = param_specs(config, [path]).values()
         return lax.pcast(next_getter(x), tuple(jax.tree.leaves(tuple(spec))), to='varying')
 
@@ -629,8 +626,8 @@ class DecoderLayer(hk.Module):
 def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
     """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
 
-    `mask_b1TT` is that of self-attention: a token sees itself, padding sees nothing. None in decoding. T5's MLP takes
-    no mask.
+    `mask_b1TT` is that of self-attention: a token sees itself, padding sees nothing. None in decoding. T5's MLP
+    reads no mask.
     """
     y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
     y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b)

@@ -192,10 +192,7 @@ def one_device(f: Callable, in_specs: P | tuple = ()) -> Callable:
     auto = (AxisType.Auto,) * len(MESH_AXES)
     mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=auto)
     on_one = jax.shard_map(
-        lambda *args: jax.tree.map(alike, f(*args)),
-        mesh=mesh,
-        in_specs=in_specs or P(),
-        out_specs=P(),
+        lambda *xs: jax.tree.map(alike, f(*xs)), mesh=mesh, in_specs=in_specs or P(), out_specs=P()
     )
     return jax.jit(on_one)
 

@@ -603,7 +603,7 @@ def test_a_module_in_a_method_without_name_like():
             x_bTD = self.config.modules.norm(self.config, name='q_norm')(x_bTD)
             return super().queries(x_bTD, positions)
 
-    message = "'encoder/layers_0/attention/~queries/q_norm/scale' .* @hk.name_like\\('__call__'\\)"
+    message = "encoder/layers_0/attention/~queries/q_norm/scale: .* @hk.name_like\\('__call__'\\)"
     with pytest.raises(ValueError, match=message):
         shapes_with(attention=Attention)
 
