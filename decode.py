@@ -440,8 +440,10 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
         sum_r1 = partition.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
         return jnp.where(sum_r1 >= enough, higher_r1, ordered_r1)
 
-    smallest_r1 = jnp.full_like(x_rv[:, :1], jnp.iinfo(jnp.int32).min, dtype=jnp.int32)
+    max_r1 = lax.pmax(x_rv.max(axis=1, keepdims=True), 'model')
+    smallest_r1 = jnp.full_like(max_r1, jnp.iinfo(jnp.int32).min, dtype=jnp.int32)
     threshold_r1 = as_float(lax.fori_loop(0, 32, next_bit, smallest_r1))
+    partition.check_summed('the threshold', threshold_r1, ('model',))
     return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
 
 

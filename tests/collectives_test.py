@@ -34,7 +34,6 @@ COUNT = re.compile(r'1|n|len\(\w+\)|\w+\.size|\w+\.shape\[-?\d\]')  # sums of th
 NUMBERS = [
     ('partition.py', 'lax.pmax(own_max, axis)', 'decode_test.py::test_the_lowest_id_wins_among_equals'),
     ('decode.py', "lax.pmax(probs_rv.max(axis=1, keepdims=True), 'model')", 'decode_test.py::test_what_is_kept_of_a_split_vocabulary'),
-    ('decode.py', "partition.psum(kept_rv.sum(axis=1, keepdims=True), 'model')", 'decode_test.py::test_what_is_kept_of_a_split_vocabulary'),
     ('families/switch.py', 'partition.psum(confidence, partition.BATCH_AXES)', 'families/switch_test.py::test_the_routers_confidence_is_that_of_all_tokens'),
     ('families/switch.py', "lax.pcast(x_bTD, 'model', to='varying')", 'families/switch_test.py::test_gates_share_a_sum_of_gradients'),
     ('families/switch.py', "lax.all_to_all(y_ePD, 'fsdp', 1, 0, tiled=True)", 'families/switch_test.py::test_inference_on_many_devices[fsdp]'),
