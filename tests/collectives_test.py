@@ -203,4 +203,4 @@ def test_its_numbers_are_wrong(file, code, test):
     done = subprocess.run(
         [*command, f'tests/{test}'], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 1 and ' failed' in done.stdout, done.stdout
+    assert done.returncode == 1 and 'AssertionError' in done.stdout, done.stdout
