@@ -370,6 +370,7 @@ def run(
     def is_running(state: State) -> jax.Array:
         # All devices leave the loop together: a step may have collectives over any axis.
         num_running = lax.psum(running_rows(state).sum(), partition.BATCH_AXES)
+        partition.check_summed('the number of running rows', num_running, partition.BATCH_AXES)
         return (state.position < length) & (num_running > 0)
 
     if length % 2 == 0 and length > FIRST_ROOM:
@@ -436,12 +437,13 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
         # The first bit is the sign: added to the smallest integer, it gives 0.
         higher_r1 = ordered_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
         kept_rv = jnp.where(x_rv >= as_float(higher_r1), weights_rv, 0)
-        sum_r1 = lax.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
+        sum_r1 = partition.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
         return jnp.where(sum_r1 >= enough, higher_r1, ordered_r1)
 
     max_r1 = lax.pmax(x_rv.max(axis=1, keepdims=True), 'model')
     smallest_r1 = jnp.full_like(max_r1, jnp.iinfo(jnp.int32).min, dtype=jnp.int32)
     threshold_r1 = as_float(lax.fori_loop(0, 32, next_bit, smallest_r1))
+    partition.check_summed('the threshold', threshold_r1, ('model',))
     return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
 
 

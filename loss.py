@@ -31,6 +31,7 @@ def weighted_sums(
     """
     inputs_bM = batch['encoder_input_tokens']
     targets_bT = batch['decoder_target_tokens']
+    partition.check_summed('the divisor', divisor, partition.MESH_AXES)
     loss_bT, z_loss_bT = cross_entropy(logits_bTv, targets_bT, z_loss, label_smoothing)
     return {
         'loss': (loss_bT * weights_bT).sum() / divisor,
@@ -63,6 +64,8 @@ def add_aux(
         products = [factor * sums[f'{AUX}{name}'] for name, factor in coefficients.items()]
         sums['aux_loss'] = jnp.stack(products).sum() / num_rows
         sums['loss'] += sums['aux_loss']
+    for name, value in sums.items():
+        partition.check_summed(f'the sum {name!r}', value, ('model',))
     return sums
 
 
@@ -92,7 +95,7 @@ def cross_entropy(
         on = 1.0 - label_smoothing
         off = label_smoothing / (vocab_size - 1)
         partial_all_bT = logits_bTv.sum(axis=-1)
-        all_bT = vocab_size * log_z_bT - lax.psum(partial_all_bT, 'model')  # sum of -log p
+        all_bT = vocab_size * log_z_bT - partition.psum(partial_all_bT, 'model')  # sum of -log p
         entropy = -(on * jnp.log(on) + (vocab_size - 1) * off * jnp.log(off + 1e-20))
         loss_bT = (on - off) * loss_bT + off * all_bT - entropy
     z_loss_bT = z_loss * lax.square(log_z_bT)
@@ -133,5 +136,5 @@ def weights_and_divisor(
         sums_bT = jnp.where(is_same_bTM, weights_bT[:, None], 0.0).sum(axis=-1)
         safe_sums_bT = jnp.where(sums_bT > 0, sums_bT, 1.0)
         weights_bT = jnp.where(sums_bT > 0, weights_bT / safe_sums_bT, 0.0)
-    divisor = lax.psum(weights_bT.sum(), partition.BATCH_AXES)
+    divisor = partition.psum(weights_bT.sum(), partition.BATCH_AXES)
     return weights_bT, jnp.where(divisor > 0, divisor, 1.0)  # all weights may be 0

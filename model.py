@@ -2,7 +2,8 @@
 
 All code here is one device's part of the computation. It runs inside `jax.shard_map` over the mesh, or inside
 `partition.one_device`. The suffix of a name gives the dimensions of an array: an upper-case letter is a full
-dimension, a lower-case letter this device's slice of it. `partial_` marks a value whose sum over 'model' is due.
+dimension, a lower-case letter this device's slice of it. `partial_` marks a value whose sum over 'model' is due:
+`check_output` raises an error for a module that returns one.
 
     b  rows of the batch (BATCH_AXES)  D  embed (emb_dim)         T  query positions
     h  attention heads   ('model')     K  head size (head_dim)    M  key and value positions
@@ -134,13 +135,24 @@ class T5Config:
 @functools.partial(jax.jit, static_argnums=0)  # traced once, for `shapes` and for a run
 def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     """Return T5X's initial parameters, {path: float32 array, unsplit}, the same on every mesh."""
-    tokens_11 = jnp.ones([1, 1], jnp.int32)
     features = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-    batch = dict.fromkeys(features, tokens_11)
-    transformed = hk.transform(lambda: logits(config, batch))
-    if config.num_decoder_layers == 0:
-        transformed = hk.transform(lambda: encode(config, tokens_11))
-    tree = partition.one_device(transformed.init)(key)
+
+    def read(next_getter, x, context):
+        # Mark the axes that split the parameter, as a mesh does: the checks are then those of a step.
+        path = context.full_name
+        if '~' in path:
+            raise ValueError(f"{path}: the method that makes it needs @hk.name_like('__call__')")
+        [spec] = param_specs(config, [path]).values()
+        return lax.pcast(next_getter(x), tuple(jax.tree.leaves(tuple(spec))), to='varying')
+
+    def forward(tokens_bT):
+        with hk.custom_getter(read):
+            if config.num_decoder_layers == 0:
+                return encode(config, tokens_bT)
+            return logits(config, dict.fromkeys(features, tokens_bT))
+
+    on_one = partition.one_device(hk.transform(forward).init, (P(), partition.BATCH))
+    tree = on_one(key, jnp.ones([1, 1], jnp.int32))
     return {f'{scope}/{name}': x for scope, leaves in tree.items() for name, x in leaves.items()}
 
 
@@ -274,7 +286,7 @@ def logits(
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
     logits_bTv, _, decoder_aux = Decoder(config, embedder, name='decoder')(
-        embedder(batch['decoder_input_tokens']),
+        embed(config, embedder, batch['decoder_input_tokens']),
         encoded_bMD,
         mask_b1TT=attention_mask(segments_bT, segments_bT, causal=True),
         mask_b1TM=attention_mask(segments_bT, segments_bM),
@@ -300,10 +312,21 @@ def encode(
     """
     segments_bM = (inputs_bM > 0).astype(jnp.int32) if segments_bM is None else segments_bM
     embedder = embedder or config.modules.embedder(config, name='token_embedder')
-    x_bMD, segments_bM = config.modules.encoder_inputs(config, embedder(inputs_bM), segments_bM)
+    x_bMD = embed(config, embedder, inputs_bM)
+    x_bMD, segments_bM = config.modules.encoder_inputs(config, x_bMD, segments_bM)
     encoder = config.modules.encoder(config, name='encoder')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
+    check_output('encoder', encoded_bMD, x_bMD.shape, config.dtype)
+    for name, value in aux.items():
+        shape = (*jnp.shape(value)[:1], len(x_bMD))
+        check_output('encoder', value, shape, jnp.float32, f'aux {name!r}, [layers, b],')
     return encoded_bMD, segments_bM, aux
+
+
+def embed(config: T5Config, embedder: 'Embedder', tokens_bT: jax.Array) -> jax.Array:
+    x_bTD = embedder(tokens_bT)
+    check_output('token_embedder', x_bTD, (*tokens_bT.shape, config.emb_dim), config.dtype)
+    return x_bTD
 
 
 def start_decoding(
@@ -358,7 +381,7 @@ def _read(
     """Read a token of each beam, or no token and the encoded inputs; return logits_gTv and the cache."""
     _, num_beams, room = cache.writers_gnM.shape
     logits_gTv, layers, _ = Decoder(config, embedder, name='decoder')(
-        embedder(tokens_gT),
+        embed(config, embedder, tokens_gT),
         encoded_bMD,
         mask_b1TT=read_mask(cache)[:, :, : tokens_gT.shape[1]],
         mask_b1TM=cache.mask_b11M,
@@ -446,8 +469,12 @@ def apply_layers(
     def apply_in_turn(x_bTD, indices):
         aux: dict[str, list] = {}
         for index in indices:
+            before_bTD = x_bTD
             x_bTD, of_layer = apply_layer(index, x_bTD)
+            check_layer(c, index, x_bTD, before_bTD)
             for name, value_b in of_layer.items():
+                what = f'aux {name!r}, [b],'
+                check_output(f'layers_{index}', value_b, x_bTD.shape[:1], jnp.float32, what)
                 aux.setdefault(name, []).append(value_b)
         return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
@@ -500,8 +527,8 @@ class EncoderLayer(hk.Module):
         y_bTD = c.modules.norm(c, name='pre_attention_layer_norm')(x_bTD)
         attention = c.modules.attention(c, self.index, name='attention')
         y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
-        x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        return feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
+        x_bTD = add(c, x_bTD, 'attention', y_bTD, rows_b)
+        return c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
 
 
 @dataclasses.dataclass
@@ -545,10 +572,13 @@ class Decoder(hk.Module):
         if caches is None:
             x_bTD, aux = apply_layers(c, c.num_decoder_layers, layer_without_cache, x_bTD)
         for index, cache in enumerate(caches or ()):
+            before_bTD = x_bTD
             x_bTD, cache, _ = layer(index, x_bTD, cache)
+            check_layer(c, index, x_bTD, before_bTD)
             new_caches.append(cache)
         x_bTD = c.modules.norm(c, name='decoder_norm')(x_bTD)
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+        check_output('decoder_norm', x_bTD, x_bTD.shape, jnp.float32)
         x_bTD = x_bTD.astype(jnp.float32)
         if c.logits_via_embedding:
             table_vD = self.embedder.table()
@@ -583,25 +613,31 @@ class DecoderLayer(hk.Module):
         y_bTD, targets = attention(
             y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions, cache.targets
         )
-        x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+        x_bTD = add(c, x_bTD, 'self_attention', y_bTD, rows_b)
         y_bTD = c.modules.norm(c, name='pre_cross_attention_layer_norm')(x_bTD)
         attention = c.modules.attention(c, self.index, name='encoder_decoder_attention')
         y_bTD, inputs = attention(y_bTD, encoded_bMD, mask_b1TM, None, rows_b, None, cache.inputs)
-        x_bTD = x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+        x_bTD = add(c, x_bTD, 'encoder_decoder_attention', y_bTD, rows_b)
         mask_b1TT = mask_b1TT if cache.targets is None else None
-        x_bTD, aux = feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
+        x_bTD, aux = c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
         return x_bTD, LayerCache(targets, inputs), aux
 
 
 def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
     """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
 
-    `mask_b1TT` is that of self-attention: a token sees itself, padding sees nothing. None in decoding.
+    `mask_b1TT` is that of self-attention: a token sees itself, padding sees nothing. None in decoding. T5's MLP
+    reads no mask.
     """
     y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-    mlp = c.modules.mlp(c, index, name='mlp')
-    y_bTD, aux = c.modules.apply_mlp(mlp, y_bTD, rows_b, mask_b1TT)
-    return x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim)), aux
+    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b)
+    return add(c, x_bTD, 'mlp', y_bTD, rows_b), aux
+
+
+def add(c, x_bTD, part, y_bTD, rows_b):
+    """Return the residual stream x_bTD plus, after dropout, y_bTD, the output of the module `part`."""
+    check_output(part, y_bTD, x_bTD.shape, x_bTD.dtype)
+    return x_bTD + dropout(y_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
 
 
 @dataclasses.dataclass
@@ -636,7 +672,7 @@ class Attention(hk.Module):
         initializer = c.modules.initializers.attention
         out = Kernel(c, (shape[2] * shape[3], c.emb_dim), initializer, c.dtype, name='out')
         partial_bTD = out('bThK,hKD->bTD', heads_bThK)
-        y_bTD = lax.psum(partial_bTD, 'model')  # the sum over the split heads
+        y_bTD = partition.psum(partial_bTD, 'model')  # the sum over the split heads
         return checkpoint_name(y_bTD, 'sum'), cache
 
     @staticmethod
@@ -723,7 +759,7 @@ class Mlp(hk.Module):
         hidden_bTf = dropout(hidden_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
         wo = Kernel(c, (width, c.emb_dim), initializer, c.dtype, name='wo')
         partial_bTD = wo('bTf,fD->bTD', hidden_bTf)
-        y_bTD = lax.psum(partial_bTD, 'model')  # the sum over the split width
+        y_bTD = partition.psum(partial_bTD, 'model')  # the sum over the split width
         return checkpoint_name(y_bTD, 'sum'), {}
 
 
@@ -743,7 +779,7 @@ class Embedder(hk.Module):
         # Cast after the lookup, so the gradient of a row is summed in float32.
         rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(self.config.dtype)
         partial_bTD = jnp.where(is_own_bT1, rows_bTD, 0)
-        return lax.psum(partial_bTD, 'model')  # one device has the row, the others add zero
+        return partition.psum(partial_bTD, 'model')  # one device has the row, the others add zero
 
     @hk.name_like('__call__')
     def table(self):
@@ -880,6 +916,25 @@ def dropout(
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
 
 
+def check_output(part: str, y: jax.Array, shape, dtype, name: str = 'output') -> None:
+    """Raise ValueError unless y has `shape`, does not promote `dtype`, and is equal on all devices of 'model'.
+
+    y is what the submodule `part` of the current module returns. JAX knows all of this while it traces, on one device
+    too; nothing is computed.
+    """
+    path = f'{hk.experimental.current_name()}/{part}'.removeprefix('~/')
+    of_y = jax.typeof(y)
+    if of_y.shape != shape or jnp.promote_types(of_y.dtype, dtype) != dtype:
+        expected = f'{jnp.dtype(dtype)}{[*shape]}'
+        raise ValueError(f'{path}: its {name} is {of_y.dtype}{[*of_y.shape]}, must be {expected}')
+    partition.check_summed(f'{path}: its {name}', y, ('model',))
+
+
+def check_layer(c: T5Config, index: int, y_bTD: jax.Array, x_bTD: jax.Array) -> None:
+    dtype = jnp.float32 if c.modules.changes_dtype else x_bTD.dtype
+    check_output(f'layers_{index}', y_bTD, x_bTD.shape, dtype)
+
+
 def flops(c: T5Config, S: int, T: int) -> float:
     """Return the FLOPs of the matrix products in the forward pass of a row of S inputs and T targets."""
     a = c.num_heads * c.head_dim
@@ -914,8 +969,7 @@ class Modules:
     decoder_layer: Callable = DecoderLayer
     attention: type[Attention] = Attention
     mlp: Callable = Mlp
-    # How a layer calls its MLP; T5's takes no mask.
-    apply_mlp: Callable = lambda mlp, x_bTD, rows_b, mask_b1TT: mlp(x_bTD, rows_b)
+    feed_forward: Callable = feed_forward
     norm: Callable = RMSNorm
     relpos_bias: Callable = RelativePositionBias
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())

@@ -2,8 +2,8 @@
 
 The rows of a batch are split over BATCH_AXES; heads, MLP width and vocabulary over 'model'; parameters
 over 'model' and 'fsdp', and gathered over 'fsdp' when they are used. Inside `jax.shard_map` every array
-is one device's part, and a collective stands beside the math that it completes: `lax.psum`, `lax.pmax`
-and `lax.axis_index` are JAX's; each helper here removes a trap.
+is one device's part, and a collective stands beside the math that it completes. `lax.pmax`, `lax.axis_index` and
+`lax.psum` of a count are JAX's; each helper here removes a trap.
 """
 
 import functools
@@ -81,6 +81,27 @@ def split(n: int, axis: str) -> int:
     return n // lax.psum(1, axis)
 
 
+def varying(x: jax.Array) -> frozenset[str]:
+    """Return the mesh axes between whose devices `x` may differ, which JAX tracks while it traces."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def check_summed(name: str, x: jax.Array, axes: Iterable[str]) -> None:
+    """Raise ValueError if `x` may differ between the devices of `axes`. Axes of size one count."""
+    for axis in sorted(varying(x) & set(axes)):
+        raise ValueError(
+            f'{name} differs between the devices of {axis!r}: add partition.psum(partial, {axis!r})'
+        )
+
+
+def psum(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+    """Return lax.psum(x, axes). Raises ValueError if x is equal on an axis: JAX would multiply it by the axis's size."""
+    for axis in (axes,) if isinstance(axes, str) else axes:
+        if axis not in varying(x):
+            raise ValueError(f'psum over {axis!r}: its devices have equal values: remove this sum')
+    return lax.psum(x, axes)
+
+
 def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Return this device's part of `x`, split along `dim` over the mesh axis."""
     n = split(x.shape[dim], axis)
@@ -139,7 +160,7 @@ def logsumexp(x: jax.Array, axis: str) -> jax.Array:
     """Return log(sum(exp(x))) over the last dimension, which is split over `axis`."""
     max_value = lax.pmax(lax.stop_gradient(x).max(axis=-1), axis)
     partial_sum = jnp.exp(x - max_value[..., None]).sum(axis=-1)
-    return jnp.log(lax.psum(partial_sum, axis)) + max_value
+    return jnp.log(psum(partial_sum, axis)) + max_value
 
 
 def take(x: jax.Array, indices: jax.Array, axis: str) -> jax.Array:
@@ -148,24 +169,24 @@ def take(x: jax.Array, indices: jax.Array, axis: str) -> jax.Array:
     own = indices - lax.axis_index(axis) * n
     value = jnp.take_along_axis(x, jnp.clip(own, 0, n - 1)[..., None], axis=-1)[..., 0]
     partial_value = jnp.where((own >= 0) & (own < n), value, 0)
-    return lax.psum(partial_value, axis)  # one device has the value, the others add zero
+    return psum(partial_value, axis)  # one device has the value, the others add zero
 
 
-def one_device(f: Callable) -> Callable:
+def one_device(f: Callable, in_specs: P | tuple = ()) -> Callable:
     """Return `f`, compiled, with every mesh axis bound to size one, to be called outside a mesh.
 
     Initialization uses it, in a `jax.jit(..., out_shardings=...)`: local shapes are then unsplit shapes, and a seed
-    gives the same bits on every mesh.
+    gives the same bits on every mesh. `in_specs`: how a mesh would split the arguments, for `psum` and `check_summed`.
     """
 
     def alike(x: jax.Array) -> jax.Array:  # equal already; pmax only tells JAX's checker
-        axes = jax.typeof(x).manual_axis_type.varying
+        axes = varying(x)
         return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
     auto = (AxisType.Auto,) * len(MESH_AXES)
     mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=auto)
     on_one = jax.shard_map(
-        lambda *args: jax.tree.map(alike, f(*args)), mesh=mesh, in_specs=P(), out_specs=P()
+        lambda *xs: jax.tree.map(alike, f(*xs)), mesh=mesh, in_specs=in_specs or P(), out_specs=P()
     )
     return jax.jit(on_one)
 
@@ -263,7 +284,7 @@ def sum_gradients(grads: Tree, specs: Mapping[str, P]) -> Tree:
 
     def total(grad: jax.Array, spec: P) -> jax.Array:
         axes = replicated_batch_axes(spec)
-        return lax.psum(grad, axes) if axes else grad
+        return psum(grad, axes) if axes else grad
 
     return jax.tree.map(total, grads, specs)
 

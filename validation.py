@@ -272,4 +272,5 @@ def sum_names() -> list[str]:
             logits_bTv, batch, weights_bT, divisor, z_loss=0.0, label_smoothing=0.0
         )
 
-    return list(jax.eval_shape(partition.one_device(sums), jnp.zeros((1, 1, 128))))
+    sums = partition.one_device(sums, P(None, None, 'model'))
+    return list(jax.eval_shape(sums, jnp.zeros((1, 1, 128))))

@@ -44,6 +44,19 @@ class Options:
     router_z_loss_factor: float = option(0.0, range=(0.0, 1e6))
 
 
+def has_experts(c, index):
+    return index % c.options.sparse_step == c.options.sparse_step - 1
+
+
+def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
+    """Return what model.feed_forward returns. The residual stream is float32 from the first layer with experts on."""
+    y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
+    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b, mask_b1TT)
+    if has_experts(c, index):
+        x_bTD = x_bTD.astype(jnp.float32)
+    return model.add(c, x_bTD, 'mlp', y_bTD, rows_b), aux
+
+
 class Mlp(model.Mlp):
     """T5's MLP, or a router and experts."""
 
@@ -51,7 +64,7 @@ class Mlp(model.Mlp):
         """Return y_bTD, float32 if it is of experts, and aux. Without a mask no token is dropped."""
         c = self.config
         o = c.options
-        if self.index % o.sparse_step != o.sparse_step - 1:
+        if not has_experts(c, self.index):
             return super().__call__(x_bTD, rows_b)
         if x_bTD.size == 0:
             return x_bTD.astype(jnp.float32), {}
@@ -98,7 +111,7 @@ class Mlp(model.Mlp):
         balance_n = o.num_experts * (load_nE * probs_ntE.mean(axis=1)).sum(axis=1)
         z_n = jnp.square(jax.nn.logsumexp(logits_ntE, axis=-1)).mean(axis=1)
         confidence = lax.stop_gradient(jnp.stack([(prob_nt * is_kept_nt).mean(), kept_n.mean()]))
-        confidence = lax.psum(lax.psum(confidence, 'data'), 'fsdp')
+        confidence = partition.psum(confidence, partition.BATCH_AXES)
         aux = {
             'auxiliary_loss': o.aux_loss_factor * balance_n,
             'router_z_loss': o.router_z_loss_factor * z_n,
@@ -159,7 +172,9 @@ class Mlp(model.Mlp):
         y_SD = y_ePD.reshape(-1, c.emb_dim)
         place_t = jnp.where(place_t >= 0, place_t, len(y_SD))
         partial_tD = jnp.take(y_SD, place_t, axis=0, mode='fill', fill_value=0)
-        y_tD = lax.psum(partial_tD, 'model')  # the sum over split experts, or their split width
+        y_tD = partition.psum(
+            partial_tD, 'model'
+        )  # the sum over split experts, or their split width
         return checkpoint_name(y_tD, 'sum')
 
 
@@ -190,7 +205,7 @@ def modules(default):
     return dataclasses.replace(
         default,
         mlp=Mlp,
-        apply_mlp=lambda mlp, *args: mlp(*args),
+        feed_forward=feed_forward,
         initializers=model.Initializers(
             attention=scaling(0.1, 'fan_in', 'normal'),
             mlp=scaling(0.1, 'fan_in', 'truncated_normal'),

@@ -138,7 +138,7 @@ def trace(config: T5Config) -> set[str]:
     for name in ('decoder_input_tokens', 'decoder_target_tokens'):
         batch[name] = jnp.ones([2, 3], jnp.int32)
 
-    def aux(params):
+    def aux(params, batch):
         if config.num_decoder_layers == 0:
             return model.apply(
                 lambda: model.encode(config, batch['encoder_input_tokens'])[2], params
@@ -148,7 +148,8 @@ def trace(config: T5Config) -> set[str]:
     params = {}
     for path, shape in model.shapes(config).items():
         params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return set(jax.eval_shape(partition.one_device(aux), params))
+    in_specs = (model.param_specs(config), partition.BATCH)
+    return set(jax.eval_shape(partition.one_device(aux, in_specs), params, batch))
 
 
 def describe_options(name: str) -> list[str]:

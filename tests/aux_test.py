@@ -90,7 +90,8 @@ def activity_by_hand(config, params, batch):
             model.apply(lambda: model.logits(config, batch), params)
         return list(found)
 
-    mlps = partition.one_device(outputs)(params, batch)
+    specs = (model.param_specs(config), partition.BATCH)
+    mlps = partition.one_device(outputs, specs)(params, batch)
     return np.mean([np.square(np.float64(y_bTD)).mean(axis=(1, 2)) for y_bTD in mlps], axis=0)
 
 

@@ -231,6 +231,24 @@ def test_what_top_k_and_top_p_keep_is_what_T5X_keeps():
         np.testing.assert_array_equal(np.asarray(found), arrays[name], err_msg=name)
 
 
+@pytest.mark.parametrize('limits', [(3, 0.0, 0.0), (0, 0.7, 0.0), (0, 0.0, 0.1)])
+def test_what_is_kept_of_a_split_vocabulary(limits):
+    """top_k, top_p and min_p keep the tokens that they keep on one device."""
+    logits = np.random.default_rng(0).normal(0, 2, (5, 16)).astype(np.float32)
+    found = []
+    for size in (1, 4):
+        specs = P(None, 'model')
+        f = jax.shard_map(
+            lambda logits_rv: decode.keep_largest(logits_rv, *limits),
+            mesh=make_mesh(1, size),
+            in_specs=specs,
+            out_specs=specs,
+        )
+        found.append(np.asarray(jax.jit(f)(logits)))
+    np.testing.assert_array_equal(*found)
+    assert 0 < (found[0] == decode.MASKED).mean() < 1
+
+
 def random_network(seed, vocab_size=6, size=5):
     """A RecurrentModel and the acc [3, size] that its examples begin with."""
     rng = np.random.default_rng(seed)
@@ -633,24 +651,26 @@ def test_causality_of_the_cache():
 @pytest.mark.parametrize('way', first_quick(['top_p', 'top_k', 'beams']))
 def test_64_bits_change_nothing(way):
     """A program that sets jax_enable_x64 for itself gets the same tokens and scores."""
-    table_vv = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
+    table_Vv = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
     prompt = np.zeros([3, 6], np.int32)
 
-    def decoded():
-        step = lambda tokens_r, cache: (jnp.asarray(table_vv)[tokens_r], cache)  # noqa: E731
-        lengths = jnp.full(len(prompt), 6, jnp.int32)
+    def decoded(table_Vv, prompt):
+        step = lambda tokens_r, cache: (table_Vv[tokens_r], cache)  # noqa: E731
+        lengths = jnp.full_like(prompt[:, 0], 6)
         if way == 'beams':
             reorder = lambda cache, parents_bn: cache  # noqa: E731
-            return decode.beam_search(step, reorder, (), jnp.asarray(prompt), lengths, 2, 0.6)
+            return decode.beam_search(step, reorder, (), prompt, lengths, 2, 0.6)
         keys_r = jax.random.split(jax.random.key(0), len(prompt))
         limits = {'top_k': {'top_k': 3}, 'top_p': {'top_p': 0.5}}[way]
         choose = decode.random_tokens(keys_r, jnp.ones(len(prompt), jnp.float32), **limits)
-        return decode.Sampler(step, jnp.asarray(prompt), lengths, choose).sample(())
+        return decode.Sampler(step, prompt, lengths, choose).sample(())
 
+    specs = (P(None, 'model'), partition.BATCH)
     found = []
     for has_64_bits in (False, True):
         with jax.enable_x64(has_64_bits):
-            found.append(jax.tree.map(np.asarray, partition.one_device(decoded)()))
+            on_one = partition.one_device(decoded, specs)
+            found.append(jax.tree.map(np.asarray, on_one(table_Vv, prompt)))
     for first, second in zip(*found, strict=True):
         assert first.dtype == second.dtype and first.dtype.itemsize == 4
         np.testing.assert_array_equal(first, second)

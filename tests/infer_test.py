@@ -442,14 +442,17 @@ def test_texts_of_any_list(t5):
 
 def encoder_outputs(t5, ids):
     """What the decoder of the whole model reads of a batch, whose parts are not packed."""
-    batch = dict.fromkeys(infer.SEQUENCES, jnp.asarray(ids))
 
-    f = functools.partial(model.apply, lambda: model.logits(t5.config, batch)[0], t5.arrays)
+    def f(params, ids):
+        batch = dict.fromkeys(infer.SEQUENCES, ids)
+        return model.apply(lambda: model.logits(t5.config, batch)[0], params)
+
+    specs = (model.param_specs(t5.config), partition.BATCH)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             model.Decoder, '__call__', lambda self, x, encoded_bMD, **_: (encoded_bMD, (), {})
         )
-        return np.asarray(partition.one_device(f)())
+        return np.asarray(partition.one_device(f, specs)(t5.arrays, jnp.asarray(ids)))
 
 
 @pytest.mark.parametrize(

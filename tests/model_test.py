@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forms import slow
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from small_models import random_batch, random_params, run_config, t5_config
 
 import model
@@ -39,10 +41,12 @@ def model_config(**settings):
 def apply_logits(config):
     """(params, batch, key, rows) -> logits, on one device."""
 
-    def f(params, batch, key=None, rows=None):
+    def f(params, batch, key, rows):
         return model.apply(lambda: model.logits(config, batch, rows)[0], params, key)
 
-    return partition.one_device(f)
+    specs = (model.param_specs(config), partition.BATCH, P(), partition.BATCH)
+    on_one = partition.one_device(f, specs)
+    return lambda params, batch, key=None, rows=None: on_one(params, batch, key, rows)
 
 
 @pytest.fixture(scope='module')
@@ -83,7 +87,7 @@ def test_causality_by_gradients(tiny):
     batch = {n: x[:1] for n, x in random_batch(0).items()}
     batch = {n: jnp.where(x == 0, 5, x) for n, x in batch.items()}  # no padding
 
-    def logit_sums(offset_bTD):
+    def logit_sums(offset_bTD, params, batch):
         """Sums of logits per position, with `offset` added to the decoder's embedded inputs."""
 
         def add_offset(embed, args, kwargs, context):
@@ -101,8 +105,9 @@ def test_causality_by_gradients(tiny):
         return (logits * jnp.arange(1.0, 385.0)[None, None]).sum((0, 2))
 
     length = batch['decoder_input_tokens'].shape[1]
-    jacobian = partition.one_device(jax.jacobian(logit_sums))(
-        jnp.zeros([1, length, config.emb_dim])
+    specs = (P(), model.param_specs(config), partition.BATCH)
+    jacobian = partition.one_device(jax.jacobian(logit_sums), specs)(
+        jnp.zeros([1, length, config.emb_dim]), params, batch
     )
     depends = np.abs(np.asarray(jacobian)).max((1, 3)) > 0  # [logits at, input at]
     np.testing.assert_array_equal(depends, np.tril(np.ones([length, length], bool)))
@@ -245,15 +250,16 @@ def saved_bytes(remat):
     config = model_config(emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, remat=remat)
     batch = random_batch(0)
 
-    @partition.one_device
-    def backward(params, key):
+    def backward(params, batch, key):
         def loss(params):
             logits, _ = model.apply(lambda: model.logits(config, batch, jnp.arange(8)), params, key)
             return (logits**2).mean()
 
         return jax.vjp(loss, params)[1]
 
-    kept = jax.eval_shape(backward, random_params(config), jax.random.key(0))
+    specs = (model.param_specs(config), partition.BATCH, P())
+    on_one = partition.one_device(backward, specs)
+    kept = jax.eval_shape(on_one, random_params(config), batch, jax.random.key(0))
     return sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(kept))
 
 
@@ -495,3 +501,135 @@ def test_einsum_letters_are_the_suffixes():
                 assert parent.targets[0].id.rsplit('_', 1)[1] == result, ast.unparse(parent)
             checked += 1
     assert checked >= 9
+
+
+# Mistakes in a module. Tracing its initialization on one device finds them.
+
+BAD_OUTPUTS = {
+    'a forgotten sum': (
+        lambda self, x, y, aux: (y + lax.axis_index('model'), aux),
+        "encoder/layers_0/mlp: its output differs between the devices of 'model': add partition.psum",
+    ),
+    'a sum over another axis': (
+        lambda self, x, y, aux: (partition.psum(y + lax.axis_index('model'), 'data'), aux),
+        "encoder/layers_0/mlp: its output differs between the devices of 'model'",
+    ),
+    'a sum twice': (
+        lambda self, x, y, aux: (partition.psum(y, 'model'), aux),
+        "psum over 'model': its devices have equal values",
+    ),
+    'a shape': (
+        lambda self, x, y, aux: (y[..., :1], aux),
+        'encoder/layers_0/mlp: its output is bfloat16[1, 1, 1], must be bfloat16[1, 1, 128]',
+    ),
+    'a dtype': (
+        lambda self, x, y, aux: (y.astype(jnp.float32), aux),
+        'encoder/layers_0/mlp: its output is float32[1, 1, 128], must be bfloat16[1, 1, 128]',
+    ),
+    'the shape of an aux': (
+        lambda self, x, y, aux: (y, {'size': x.mean()}),
+        "encoder/layers_0: its aux 'size', [b], is bfloat16[], must be float32[1]",
+    ),
+    'an aux that differs': (
+        lambda self, x, y, aux: (y, {'size': x[:, 0, 0] + lax.axis_index('model')}),
+        "encoder/layers_0: its aux 'size', [b], differs between the devices of 'model'",
+    ),
+}
+
+
+def shapes_with(**parts):
+    own = dataclasses.replace(model.T5_MODULES, **parts)
+    return model.shapes(dataclasses.replace(model_config(dtype='bfloat16'), own=own))
+
+
+@pytest.mark.parametrize('output, message', BAD_OUTPUTS.values(), ids=list(BAD_OUTPUTS))
+def test_a_module_with_a_wrong_output(output, message):
+    class Mlp(model.Mlp):
+        def __call__(self, x_bTD, rows_b=None):
+            return output(self, x_bTD, *super().__call__(x_bTD, rows_b))
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shapes_with(mlp=Mlp)
+
+
+def test_a_layer_with_a_wrong_output():
+    class DecoderLayer(model.DecoderLayer):
+        def __call__(self, x_bTD, *others):
+            x_bTD, cache, aux = super().__call__(x_bTD, *others)
+            return 0.5 * x_bTD.astype(jnp.float32), cache, aux
+
+    with pytest.raises(ValueError, match='decoder/layers_0: its output is float32'):
+        shapes_with(decoder_layer=DecoderLayer)
+    # In a step of decoding.
+    config = model_config(dtype='bfloat16')
+    params = random_params(config)
+    own = dataclasses.replace(model.T5_MODULES, decoder_layer=DecoderLayer)
+    config = dataclasses.replace(config, own=own)
+    start = lambda inputs_bM: model.start_decoding(config, inputs_bM, 4)  # noqa: E731
+    f = lambda params, inputs_bM: model.apply(lambda: start(inputs_bM), params)  # noqa: E731
+    specs = (model.param_specs(model_config()), partition.BATCH)
+    with pytest.raises(ValueError, match='decoder/layers_0: its output is float32'):
+        jax.eval_shape(partition.one_device(f, specs), params, jnp.ones([2, 3], jnp.int32))
+
+
+def test_an_encoder_with_an_aux_of_the_shape_of_a_layer():
+    class Encoder(model.Encoder):
+        def __call__(self, x_bTD, segments_bT, rows_b):
+            encoded_bTD, aux = super().__call__(x_bTD, segments_bT, rows_b)
+            return encoded_bTD, {**aux, 'size': encoded_bTD[:, 0, 0]}
+
+    message = "encoder: its aux 'size', [layers, b], is bfloat16[1], must be float32[1, 1]"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shapes_with(encoder=Encoder)
+
+
+def test_an_encoder_without_a_sum():
+    class Encoder(model.Encoder):
+        def __call__(self, x_bTD, segments_bT, rows_b):
+            encoded_bTD, aux = super().__call__(x_bTD, segments_bT, rows_b)
+            return encoded_bTD + lax.axis_index('model'), aux
+
+    with pytest.raises(
+        ValueError, match="^encoder: its output differs between the devices of 'model'"
+    ):
+        shapes_with(encoder=Encoder)
+
+
+def test_a_last_norm_without_a_sum():
+    class Norm(model.RMSNorm):
+        def __call__(self, x_bTD):
+            y_bTD = super().__call__(x_bTD)
+            return y_bTD + lax.axis_index('model') if self.name == 'decoder_norm' else y_bTD
+
+    with pytest.raises(ValueError, match='decoder/decoder_norm: its output differs'):
+        shapes_with(norm=Norm)
+
+
+def test_an_embedder_without_its_sum():
+    class Embedder(model.Embedder):
+        def __call__(self, tokens_bT):
+            return super().__call__(tokens_bT) + lax.axis_index('model')
+
+    with pytest.raises(ValueError, match='token_embedder: its output'):
+        shapes_with(embedder=Embedder)
+
+
+def test_a_module_in_a_method_without_name_like():
+    class Attention(model.Attention):
+        def queries(self, x_bTD, positions):
+            x_bTD = self.config.modules.norm(self.config, name='q_norm')(x_bTD)
+            return super().queries(x_bTD, positions)
+
+    message = "encoder/layers_0/attention/~queries/q_norm/scale: .* @hk.name_like\\('__call__'\\)"
+    with pytest.raises(ValueError, match=message):
+        shapes_with(attention=Attention)
+
+
+def test_a_parameter_without_a_row_of_specs():
+    class Mlp(model.Mlp):
+        def __call__(self, x_bTD, rows_b=None):
+            y_bTD, aux = super().__call__(x_bTD, rows_b)
+            return y_bTD * hk.get_parameter('gain', (), y_bTD.dtype, jnp.ones), aux
+
+    with pytest.raises(ValueError, match="'encoder/layers_0/mlp/gain' matches 0 rows"):
+        shapes_with(mlp=Mlp)

@@ -13,6 +13,7 @@ from runs import small_config
 
 import data
 import loss
+import partition
 import tasks.open
 import train
 from configs import check
@@ -139,8 +140,8 @@ def test_a_wrong_weight_is_a_bad_record(tmp_path):
 
 def test_a_batch_of_weight_0_has_loss_0():
     batch = {'decoder_loss_weights': np.zeros([2, 4], np.float32)}
-    _, divisor = loss.partition.one_device(
-        lambda batch: loss.weights_and_divisor(batch, 'NUM_REAL_TARGET_TOKENS')
+    _, divisor = partition.one_device(
+        lambda batch: loss.weights_and_divisor(batch, 'NUM_REAL_TARGET_TOKENS'), partition.BATCH
     )(batch)
     assert divisor == 1
 

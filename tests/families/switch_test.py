@@ -19,6 +19,7 @@ from small_models import (
     random_batch,
     random_params,
     run_config,
+    sharded,
 )
 
 import checkpoint
@@ -99,7 +100,8 @@ def compute(config, params, batch, rows=None):
             )
         return logits, aux, dict(routed)
 
-    return jax.device_get(partition.one_device(f)(params, batch))
+    specs = (model.param_specs(config), partition.BATCH)
+    return jax.device_get(partition.one_device(f, specs)(params, batch))
 
 
 @pytest.mark.parametrize('case', first_quick(CASES))
@@ -360,6 +362,36 @@ def test_the_bytes_of_the_experts():
         of_a_device = tokens // 2 * 2  # its tokens, times the capacity factor
         assert num_bytes == 4 * of_a_device * config.model.emb_dim * 4
         assert plan.least_traffic(spec)['all-to-all', ('fsdp',)] == num_bytes / 2
+
+
+@pytest.mark.slow
+def test_the_routers_confidence_is_that_of_all_tokens():
+    """Each row reports the same number, on every mesh."""
+    settings = run_config(1, 1, module='switch', emb_dim=16, mlp_dim=32).model
+    settings.options.sparse_step = 1
+    config = own_model.load(settings)
+    params = random_params(config)
+
+    def confidence(params, batch):
+        _, aux = model.apply(lambda: model.logits(config, batch), params)
+        return aux['experts/router_confidence']
+
+    found = []
+    for mesh in (make_mesh(1, 1), make_mesh(2, 1, 2)):
+        found.append(np.asarray(sharded(confidence, config, mesh)(params, random_batch(0))))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    assert found[0].std() == 0 and 0 < found[0][0] < 1
+
+
+@pytest.mark.slow
+def test_gates_share_a_sum_of_gradients():
+    """The gradient of the tokens is summed over 'model' once for an MLP, however many gates its experts have."""
+    counts = []
+    for activations in (('relu',), ('gelu', 'linear')):
+        config = run_config(1, 2, 2, module='switch', mlp_activations=activations)
+        config.model.options.update(split_experts='fsdp', sparse_step=1)
+        counts.append(train.lower_step(make_spec(config)).as_text().count('stablehlo.all_reduce'))
+    assert counts[1] - counts[0] == 2  # the gradients of the second gate's kernels, of two MLPs
 
 
 @pytest.mark.slow

@@ -229,10 +229,8 @@ def test_grouped_heads_have_a_smaller_cache():
             return model.apply(lambda: model.start_decoding(config, inputs_bM, 5), params)
 
         params = random_params(config)
-        return [
-            x.size
-            for x in jax.tree.leaves(jax.eval_shape(partition.one_device(start), params).layers)
-        ]
+        on_one = partition.one_device(start, (model.param_specs(config),))
+        return [x.size for x in jax.tree.leaves(jax.eval_shape(on_one, params).layers)]
 
     assert num_kept(4) == [3 * 4 * 8 * 5] * 2 + [3 * 4 * 8 * 7] * 2
     assert num_kept(1) == [3 * 1 * 8 * 5] * 2 + [3 * 1 * 8 * 7] * 2
