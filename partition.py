@@ -196,10 +196,9 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
     specs = {}
     for path in paths:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
-        if len(patterns) != 1:  # in an own model
-            raise Refused(
-                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, '
-                f'{patterns}: it must match exactly one, so add or correct a row'
+        if len(patterns) != 1:
+            raise ValueError(
+                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, {patterns}: it needs one'
             )
         specs[path] = table[patterns[0]]
     return specs

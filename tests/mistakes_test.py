@@ -68,7 +68,7 @@ def own_task(body, words, flags=()):
 MISTAKES = {
     'model: a shape': Mistake('model.py', MLP, f'        y_bTD = y_bTD + jnp.ones((3, 7))  # !\n{MLP}', 'TypeError'),
     'model: an einsum': Mistake('model.py', "wo('bTf,fD->bTD', hidden_bTf)", "wo('bTf,DD->bTD', hidden_bTf)", 'ValueError'),
-    'model: a dtype': Mistake('model.py', MLP, MLP.replace('y_bTD,', 'y_bTD.astype(jnp.float16),'), 'encoder/layers_0/mlp'),
+    'model: a dtype': Mistake('model.py', MLP, MLP.replace('y_bTD,', 'y_bTD.astype(jnp.float32),'), 'encoder/layers_0/mlp', ('--config.model.dtype=bfloat16',)),
     'model: a name of a parameter': Mistake('model.py', "name='wo')", "name='wout')", 'encoder/layers_0/mlp/wout/kernel'),
     'model: a missing row of specs': Mistake('model.py', r"    r'.+/mlp/wo/kernel': P('model', 'fsdp'),  # [mlp, embed]" + '\n', '', 'mlp/wo/kernel'),
     'model: a forgotten sum': Mistake('model.py', PSUM, '        y_bTD = partial_bTD\n', 'encoder/layers_0/mlp'),
