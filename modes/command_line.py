@@ -110,7 +110,7 @@ FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 def describe(argv: list[str]) -> str:
     """Return the text of --help: the flags, the settings, and the options of an own model.
 
-    That is the model of the config or the model.module that `argv` names. Raises ValueError for a
+    That is the model of the config or the model.module that `argv` names. Raises Refused for a
     config that is not valid.
     """
     _, _, table = FLAGS.module_help(__name__).partition(f'{__name__}:')
@@ -190,18 +190,13 @@ def read_config(name: str) -> ConfigDict:
         raise Refused(f'--config={file}: not a Python file: try --config=configs/tiny.py')
     get_config = getattr(user_code.load_module(path, path.read_bytes()), 'get_config', None)
     if not callable(get_config):
-        raise Refused(f'--config={file} has no function get_config: start as configs/tiny.py does')
+        raise Refused(f'--config={file} has no function get_config: try --config=configs/tiny.py')
     arguments = [argument] if colon else []
     try:
         inspect.signature(get_config).bind(*arguments)
     except TypeError as error:
-        raise Refused(
-            f'--config={name}: {error} of get_config(): write it with :ARG or without'
-        ) from error
-    config = get_config(*arguments)
-    if not isinstance(config, ConfigDict):
-        raise Refused(f'--config={name}: get_config() returned {config!r:.40}: return the config')
-    return config.lock()
+        raise Refused(f'--config={name}: {error}: write it with :ARG or without') from error
+    return get_config(*arguments).lock()
 
 
 def explain_flag(error: flags.Error) -> str:
@@ -243,10 +238,7 @@ def take_options(argv: list[str]) -> list[str]:
             continue
         negation, _, name, equals, text = match.groups()
         if not name or not name.isidentifier() or (negation and equals):
-            raise Refused(
-                f'{word}: model.options is a group of settings: set one of them, '
-                f'--config.{settings.OPTIONS}NAME=VALUE'
-            )
+            raise Refused(f'{word}: set one of the options, --config.{settings.OPTIONS}NAME=VALUE')
         key = settings.OPTIONS + name
         if key in OPTIONS:
             raise Refused(f'--config.{key} is given twice: give it once')
@@ -275,7 +267,7 @@ def values_of(flag: str, argv: list[str]) -> list[str]:
 
 
 def check_mode_of(flag: str, mode: str) -> None:
-    """Raise ValueError for a flag of other modes."""
+    """Raise Refused for a flag of other modes."""
     modes = [name for name, names in FLAGS_OF_MODE.items() if flag in names]
     if mode not in modes:
         raise Refused(f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}')

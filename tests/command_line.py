@@ -25,7 +25,7 @@ sys.path.insert(0, sys.argv[1])
 os.chdir(sys.argv[1])
 # XLA reads it when it is imported; main.py sets it for several processes.
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'
-import main, train, evaluate, modes.infer  # none of them starts JAX's threads
+import main, train, validation, modes.infer  # none of them starts JAX's threads
 
 
 def run(command):
