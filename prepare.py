@@ -212,7 +212,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         else:
             if config.optimizer.step_offset > begin.step:  # T5X's formula has no value there
                 raise Refused(
-                    f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run starts'
+                    f'optimizer.step_offset={config.optimizer.step_offset} is after step {begin.step}, the first of this run'
                 )
             saved = train.saved_tree(spec, spec.state_shapes)
             checks.check_saving(folder, memory.num_state_bytes(saved))

@@ -196,7 +196,10 @@ def read_config(name: str) -> ConfigDict:
         inspect.signature(get_config).bind(*arguments)
     except TypeError as error:
         raise Refused(f'--config={name}: {error}: write it with :ARG or without') from error
-    return get_config(*arguments).lock()
+    config = get_config(*arguments)
+    if not isinstance(config, ConfigDict):
+        raise Refused(f'--config={name}: get_config() returned {config!r:.40}, not the config')
+    return config.lock()
 
 
 def explain_flag(error: flags.Error) -> str:

@@ -60,7 +60,7 @@ def check_fits(planned: DecodingStep) -> None:
     if planned.is_of_run and not planned.fits:
         raise Refused(
             f'decoding for infer_eval.every_steps needs {planned.total / memory.GIB:.1f} of '
-            f'{planned.limit / memory.GIB:.1f} GiB of memory: use a larger mesh.model or a smaller infer_eval.batch_size'
+            f'{planned.limit / memory.GIB:.1f} GiB of memory: use more of mesh.model, or smaller batches'
         )
 
 

@@ -130,7 +130,7 @@ def local_devices() -> list:
         reason = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
         wanted = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
         raise Refused(
-            f'JAX_PLATFORMS={wanted}: JAX cannot start these devices ({reason or "no plugin"}): unset it, or use .[cuda] or .[tpu]'
+            f'JAX_PLATFORMS={wanted}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
         ) from error
 
 

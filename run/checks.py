@@ -138,7 +138,7 @@ def check_shared(workdir: paths.AnyPath) -> None:
         file.unlink()
     if not is_seen.all():
         raise Refused(
-            f'--workdir={workdir}: process {is_seen.argmin()} does not see what process 0 writes: name a folder of all hosts'
+            f'--workdir={workdir}: process {is_seen.argmin()} does not see what process 0 writes: name a shared disk'
         )
 
 
@@ -277,5 +277,5 @@ def check_scan(config: T5Config) -> None:
     for (stack, name, _), count in counts.items():
         if count * period != num_layers[stack]:
             raise Refused(
-                f'model.scan_layers=True: {count} of {num_layers[stack]} {stack} layers have {name}, not one in {period}'
+                f'model.scan_layers=True: {count} of {num_layers[stack]} {stack} layers have {name}, not 1 in {period}'
             )

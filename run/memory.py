@@ -110,7 +110,7 @@ def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
         need *= len(mesh.local_devices)
     if need > limit:
         raise Refused(
-            f'parameters and optimizer state take {need / GIB:,.1f} of {limit / GIB:,.1f} GiB of memory: use a larger mesh.fsdp'
+            f'parameters and optimizer state take {need / GIB:,.1f} of {limit / GIB:,.1f} GiB: use more of mesh.fsdp'
         )
 
 

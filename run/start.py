@@ -151,7 +151,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         ) from error
     if adapters and not leaves.keys() == index.keys() == expected.keys():
         raise Refused(
-            f'restore.path={chosen.path}: {setting} needs its parameters alone, all: set restore.only=target/.*, restore.strict=True'
+            f'restore.path={chosen.path}: {setting} needs just its parameters: set restore.only=target/.*, restore.strict=True'
         )
     has_slots = any(is_slot(path) for path in leaves)
     if has_slots:
@@ -159,7 +159,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     step = formats.open.saved_step(leaves)  # 0 if it is not restored
     if step >= config.train.steps and not config.train.relative_steps:
         raise Refused(
-            f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only=target/.*'
+            f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only'
         )
 
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
@@ -274,7 +274,7 @@ def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:
     wanted = config.loss.loss_normalizing_factor
     if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(wanted):
         raise Refused(
-            f'loss.loss_normalizing_factor={wanted!r}: restore.path was trained with {own!r}: use that, or restore.only=target/.*'
+            f'loss.loss_normalizing_factor={wanted!r}: restore.path was trained with {own!r}: use that'
         )
 
 

@@ -202,7 +202,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
                     of_name[task.name] = tasks.open.opened_task(task, source)
         if not of_name:
             raise Refused(
-                f'infer_eval.task={name.strip()!r} has no metrics, inputs or split {split!r}: name another task or split'
+                f'infer_eval.task={name.strip()!r} has no metrics, inputs or split {split!r}: name another'
             )
         opened |= of_name
     return list(opened.values())
@@ -447,7 +447,7 @@ def check_best_metric(
             is_chosen = available[-1] == metric and config.save.best_is == 'higher'
             if is_chosen and cannot_exceed_zero(task, name, answers):
                 raise Refused(
-                    f'save.best_metric={metric!r} is at most 0, even for the targets: name a loss, or another data.vocabulary'
+                    f'save.best_metric={metric!r} is at most 0, even for the targets: name a loss, or data.vocabulary'
                 )
     if metric not in available:
         nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)

@@ -34,6 +34,7 @@ import tasks.open
 import train
 import vocabulary as vocabularies
 from configs import tiny
+from messages import LossNotFinite, Refused
 from modes import evaluate as evaluate_mode
 from prepare import prepare
 from run.train_vocabulary import find_or_train_vocabulary
@@ -172,7 +173,7 @@ def test_epochs_of_a_mixture_are_refused(tmp_path, monkeypatch):
     config = small_config('', steps=2)
     config.data.update(module=str(tmp_path / 'mine.py'), task='both', vocabulary='bytes')
     config.train.epochs = 1
-    with pytest.raises(ValueError, match="train.epochs=1: data.task='both'"):
+    with pytest.raises(Refused, match='train.epochs=1'):
         prepare(config, tmp_path / 'run')
     config.train.epochs = 0
     run(config, tmp_path / 'run')
@@ -338,7 +339,7 @@ def test_parameters_that_are_not_finite_are_named_as_such(corpus, uninterrupted,
     config = small_config(corpus)
     config.restore.path = str(tmp_path / 'broken')
     config.data.vocabulary = str(uninterrupted / 'vocabulary.model')
-    with pytest.raises(FloatingPointError, match='restore.path') as stopped:
+    with pytest.raises(LossNotFinite, match='restore.path') as stopped:
         run(config, tmp_path / 'run')
     assert 'learning_rate' not in str(stopped.value)
 
