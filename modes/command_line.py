@@ -188,9 +188,8 @@ def read_config(name: str) -> ConfigDict:
     path = pathlib.Path(os.path.expanduser(file)).absolute()
     if not path.is_file() or path.suffix != '.py':
         raise Refused(f'--config={file}: not a Python file: try --config=configs/tiny.py')
-    get_config = getattr(user_code.load_module(path, path.read_bytes()), 'get_config', None)
-    if not callable(get_config):
-        raise Refused(f'--config={file} has no function get_config: try --config=configs/tiny.py')
+    module = user_code.load_module(path, path.read_bytes())
+    get_config = getattr(module, 'get_config', lambda *arguments: None)
     arguments = [argument] if colon else []
     try:
         inspect.signature(get_config).bind(*arguments)
@@ -198,7 +197,7 @@ def read_config(name: str) -> ConfigDict:
         raise Refused(f'--config={name}: {error}: write it with :ARG or without') from error
     config = get_config(*arguments)
     if not isinstance(config, ConfigDict):
-        raise Refused(f'--config={name}: get_config() returned {config!r:.40}, not the config')
+        raise Refused(f'--config={name}: get_config() must return the config, not {config!r:.40}')
     return config.lock()
 
 

@@ -90,7 +90,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
         if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
                 continue
-        raise Refused(f'{workdir} has {path.name}, and is not a run: name another --workdir')
+        raise Refused(f'{workdir} has {path.name}, and is not a run of this program: name another')
 
 
 def is_run(workdir: paths.AnyPath) -> bool:

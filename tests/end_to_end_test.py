@@ -447,6 +447,7 @@ def test_text_to_text_trains_and_resumes(tmp_path, capsys):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_c4_without_c4_says_so_everywhere(pydoc, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr('validation.UNIGRAM_TOKENS', 1000)
     documents = corpora.documents_of(pydoc)[::10]  # the whole takes seconds to read
@@ -466,6 +467,7 @@ def assert_not_c4(printed, workdir):
     assert {line['corpus'] for line in metrics_of(workdir)} == {'pydoc instead of C4'}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_small_c4_without_c4(tmp_path):
     """The command of configs/small_c4.py, cut to two steps of its test size."""

@@ -368,6 +368,8 @@ def test_short_targets_have_no_bleu(evaluated, tmp_path):
     assert lines == [line for line in lines if 'No target of t has 4 tokens' in line] != []
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_metric_of_another_script_on_the_command_line(evaluated, command_line, tmp_path):
     """Right answers to come: before the first of them is computed, it is said what they can have."""
     zh = ROOT / 'tests/golden/hunt/zh_memo.jsonl'

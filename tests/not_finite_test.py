@@ -5,6 +5,7 @@ faulty_model.py brings faults into the model. Each is in one batch, by a letter 
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -18,7 +19,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from forms import every_third_quick
 from runs import (
     ROOT,
     assert_close_runs,
@@ -113,7 +113,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize('place, value', every_third_quick(FAULTS))
+LONG = [pytest.mark.slow, pytest.mark.long]
+MARKS = itertools.cycle([[], pytest.mark.slow, LONG])
+
+
+@pytest.mark.parametrize('place, value', [pytest.param(*x, marks=next(MARKS)) for x in FAULTS])
 def test_a_fault(place, value):
     """Skipped, it leaves the state as it was. A step that stays finite leaves a finite state."""
     token = faulty_model.token_of(place, value)
@@ -302,6 +306,7 @@ def test_stop_and_then_another_setting(finished, tmp_path):
         assert_same_run(tmp_path / action, finished / action, STEPS)
 
 
+@pytest.mark.slow
 def test_skip_makes_no_update(finished, tmp_path, capsys):
     """The other steps are those of a run that does not apply the update of this one."""
     config = records_config(finished, 'skip', **{'log.every_steps': 1})
@@ -342,6 +347,7 @@ def test_skip_makes_no_update(finished, tmp_path, capsys):
         assert all(math.isfinite(x) for x in line.values() if not isinstance(x, str))
 
 
+@pytest.mark.slow
 def test_back_leaves_out_the_batches_since_the_checkpoint(finished, tmp_path, capsys):
     """The run is one that was restored from checkpoint 4 and given the batches from the seventh on."""
     run(records_config(finished, 'back'), tmp_path / 'back')

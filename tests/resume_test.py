@@ -13,7 +13,7 @@ import time
 import numpy as np
 import own_task
 import pytest
-from forms import first_in_ci, first_quick
+from forms import first_in_ci
 from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config, stop_after
 
 import checkpoint
@@ -135,7 +135,12 @@ def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, t
 
 @pytest.mark.parametrize(
     'num_bytes, lost',
-    first_quick([(2000, '2 to 6'), (None, '1 to 6'), (0, '1 to 6'), (10**6, '')]),
+    [
+        (2000, '2 to 6'),
+        pytest.param(None, '1 to 6', marks=pytest.mark.slow),
+        pytest.param(0, '1 to 6', marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(10**6, '', marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys, num_bytes, lost):
     """The file is gone, empty, cut in a line, or all there."""
@@ -296,8 +301,10 @@ def test_every_document_of_a_large_corpus_comes_once_wherever_it_was_stopped(lar
 
 
 SLOW_PLACES = [
-    pytest.param(x, marks=pytest.mark.slow)
-    for x in ('disk of results', 'metric', 'postprocessor', 'evaluation')
+    pytest.param('disk of results', marks=pytest.mark.slow),
+    pytest.param('metric', marks=pytest.mark.slow),
+    pytest.param('postprocessor', marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param('evaluation', marks=[pytest.mark.slow, pytest.mark.long]),
 ]
 
 
@@ -324,7 +331,14 @@ def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, c
         assert found == (tmp_path / 'expected' / name).read_bytes()
 
 
-@pytest.mark.parametrize('place', first_quick(['line', 'last line', 'own preprocessor']))
+@pytest.mark.parametrize(
+    'place',
+    [
+        'line',
+        pytest.param('own preprocessor', marks=pytest.mark.slow),
+        pytest.param('last line', marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
 def test_a_bad_record_loses_no_step(place, tmp_path, monkeypatch):
     """Those after it are the steps of a run that leaves it out from the beginning."""
     own_task.write(tmp_path)

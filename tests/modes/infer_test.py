@@ -516,7 +516,14 @@ def write_two_chunks(monkeypatch, **request):
 
 
 @pytest.mark.parametrize('damage', [*DAMAGES, NOT_THERE, ANOTHER])
-@pytest.mark.parametrize('file', first_quick(['chunk', 'shard', 'encodings']))
+@pytest.mark.parametrize(
+    'file',
+    [
+        'chunk',
+        pytest.param('encodings', marks=pytest.mark.slow),
+        pytest.param('shard', marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
 def test_a_damaged_file_is_made_anew(
     tmp_path, loaded, questions, small_chunks, computed, monkeypatch, capsys, file, damage
 ):
@@ -582,7 +589,7 @@ def test_a_damaged_shard_of_another_command_is_not_merged(
     assert good.items() <= contents(folder).items()
 
 
-@pytest.mark.parametrize('num_shards', [3, 30])
+@pytest.mark.parametrize('num_shards', [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_shards_are_merged_in_the_order_of_the_examples(tmp_path, loaded, num_shards):
     """With more shards than examples, too: those have no line."""
     file, content = write_examples(tmp_path)
@@ -631,7 +638,14 @@ def test_a_killed_command_goes_on(tmp_path):
 # Encodings.
 
 
-@pytest.mark.parametrize('num_shards', first_quick([3, 1, 30]))
+@pytest.mark.parametrize(
+    'num_shards',
+    [
+        3,
+        pytest.param(30, marks=pytest.mark.slow),
+        pytest.param(1, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+)
 @pytest.mark.parametrize('pool', ['none', 'mean', 'first'])
 def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
     """Of all shards together they are those of `T5.encode`, each with the number of its example."""

@@ -8,7 +8,6 @@ import math
 import jax
 import numpy as np
 import pytest
-from forms import first_quick
 from runs import ROOT, small_config
 
 import partition
@@ -74,9 +73,9 @@ def written(spec):
     [
         (2, 2, 2, {}),
         pytest.param(8, 1, 1, {}, marks=SLOW),
-        pytest.param(1, 8, 1, {}, marks=SLOW),
-        pytest.param(1, 1, 8, {}, marks=SLOW),
-        pytest.param(1, 4, 2, TWO_LAYERS, marks=SLOW),
+        pytest.param(1, 8, 1, {}, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(1, 1, 8, {}, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(1, 4, 2, TWO_LAYERS, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(1, 4, 2, TWO_LAYERS | {'remat': 'full', 'scan_layers': True}, marks=SLOW),
     ],
 )
@@ -106,7 +105,10 @@ def flops_of_products(jaxpr, times=1):
     return total
 
 
-@pytest.mark.parametrize('activations', [('gelu', 'linear'), ('relu',)])
+@pytest.mark.parametrize(
+    'activations',
+    [('gelu', 'linear'), pytest.param(('relu',), marks=[pytest.mark.slow, pytest.mark.long])],
+)
 def test_the_formula_counts_the_products_of_a_layer(activations):
     """Of an encoder layer and a decoder layer: what two of each have more than one."""
     found = []
@@ -126,7 +128,9 @@ def test_the_formula_counts_the_products_of_a_layer(activations):
 TOO_LARGE = ['--config.model.emb_dim=16384', '--config.model.mlp_dim=1048576']
 
 
-@pytest.mark.parametrize('is_restored', first_quick([True, False]))
+@pytest.mark.parametrize(
+    'is_restored', [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_a_model_that_does_not_fit(command_line, uninterrupted, tmp_path, is_restored):
     """Opening a checkpoint starts JAX: its devices are named before."""
     arguments = [f'--config={ROOT}/configs/tiny.py', '--topology=cpu:2', *TOO_LARGE]

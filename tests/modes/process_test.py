@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from forms import first_in_ci, first_quick, slow
+from forms import first_in_ci
 from runs import ENVIRONMENT, ROOT
 
 import checkpoint
@@ -24,6 +24,11 @@ CLOSED = f'standard output: Bad file descriptor: {errors.REMEDIES[9]}'
 FULL = f'standard output: No space left on device: {errors.FULL_REMEDY}'
 
 
+def long_forms(values):
+    """Return values for pytest.mark.parametrize that CI leaves out."""
+    return [pytest.param(*x, marks=[pytest.mark.slow, pytest.mark.long]) for x in values]
+
+
 def shell(command, folder, **environment):
     """Run `python main.py COMMAND` in a shell, which redirects its streams."""
     return subprocess.run(
@@ -35,18 +40,21 @@ def shell(command, folder, **environment):
     )
 
 
-@pytest.mark.parametrize('command', first_quick(['--mode=tasks >&- <&-', '--help >&-']))
+@pytest.mark.parametrize('command', ['--mode=tasks >&- <&-', *long_forms([['--help >&-']])])
 def test_a_closed_output_is_an_error(tmp_path, command):
     done = shell(command, tmp_path)
     assert (done.returncode, done.stderr) == (1, f'main.py: {CLOSED}\n')
 
 
+@pytest.mark.slow
 def test_a_closed_standard_error_is_none(tmp_path):
     done = shell('--mode=tasks 2>&- <&-', tmp_path)
     assert (done.returncode, done.stderr) == (0, '') and 'glue_cola_v002' in done.stdout
 
 
-@pytest.mark.parametrize('command', first_quick(['--mode=tasks', f'{INFER} --text=a', '--help']))
+@pytest.mark.parametrize(
+    'command', ['--mode=tasks', *long_forms([[f'{INFER} --text=a'], ['--help']])]
+)
 def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path, command):
     result = command_line.start(*command.split(), cwd=tmp_path, stdout='/dev/full').wait()
     assert (result.status, result.stderr.splitlines()[-1]) == (1, f'main.py: {FULL}')
@@ -67,7 +75,7 @@ def test_work_is_done_though_its_lines_cannot_be_printed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'command', first_in_ci([f'{INFER} --text=a', '--nonsense', '--help', '--mode=tasks'], 2)
+    'command', first_in_ci([f'{INFER} --text=a', '--nonsense', '--help', '--mode=tasks'])
 )
 @pytest.mark.parametrize(
     'streams, lines',
@@ -251,7 +259,7 @@ def test_a_program_starts_anew_once(tmp_path, options):
     [
         ([], {process.VARIABLE: ''}),
         (['-m', 'cProfile'], {}),
-        *slow(
+        *long_forms(
             [
                 ([], {process.VARIABLE: 'glibc.malloc.check=0'}),
                 (['-mcProfile'], {}),

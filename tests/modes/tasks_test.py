@@ -7,7 +7,6 @@ import sys
 
 import own_task
 import pytest
-from forms import first_quick
 from runs import ROOT
 
 from tasks import t5
@@ -25,6 +24,7 @@ def run(command_line, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_reader_may_stop_early():
     """As in `python main.py --mode=tasks | head -1`."""
     command = [sys.executable, str(ROOT / 'main.py'), '--mode=tasks', 't0_train']
@@ -91,7 +91,9 @@ def test_a_mixture_that_is_evaluated_alone(run, tmp_path):
         assert '1 text file(s), 21 bytes' in done.stdout
 
 
-@pytest.mark.parametrize('vocabulary', first_quick(['bytes', '']))
+@pytest.mark.parametrize(
+    'vocabulary', ['bytes', pytest.param('', marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_examples_of_a_task(run, tmp_path, vocabulary):
     (tmp_path / 'cola.jsonl').write_text((json.dumps(COLA) + '\n') * 5)
     files = f'--config.data.files={tmp_path}/cola.jsonl'

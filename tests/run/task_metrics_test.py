@@ -7,7 +7,6 @@ import types
 
 import numpy as np
 import pytest
-from forms import first_quick
 from runs import ROOT, Program, metrics_of, small_config
 
 import vocabulary as vocabularies
@@ -194,7 +193,9 @@ def test_the_limits_of_metrics(tmp_path, pieces):
     assert ', of at most 0.000: ' in lines[1] and lines[3].startswith('memo: ')
 
 
-@pytest.mark.parametrize('vocabulary', first_quick(['', 'bytes']))
+@pytest.mark.parametrize(
+    'vocabulary', ['', pytest.param('bytes', marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_without_task_metrics_the_first_training_texts_are_compared(
     tmp_path, monkeypatch, capsys, vocabulary
 ):
