@@ -203,12 +203,10 @@ def read_config(name: str) -> ConfigDict:
 
 def explain_flag(error: flags.Error) -> str:
     """Return one line about a flag or setting that absl refuses."""
-    if isinstance(error, flags.UnrecognizedFlagError):
-        if error.flagname.startswith('config.'):
-            return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
-        return ' '.join(str(error).split())  # its name may have several lines
+    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
+        return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
     if not isinstance(error, flags.IllegalFlagValueError):
-        return str(error).strip().splitlines()[-1]
+        return ' '.join(str(error).split())  # a name may have several lines
     # The value of a flag or setting has another type.
     given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
     given = ' '.join(f'{given}{reason}'.split())

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NoReturn
@@ -216,7 +215,7 @@ class Group:
         from partition import ProcessFailed  # imports JAX
 
         self._await_name(error)
-        text = ''.join(traceback.format_exception_only(error))
+        text = f'{type(error).__name__}: {errors.one_line(error)}'  # an assert has no message
         if self.number == 0:
             self.client.key_value_set('error', text)
             errors.report(error)

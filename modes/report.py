@@ -171,7 +171,8 @@ def read_run(name: str, folder: Path) -> Run:
         match = re.search(r'^Total number of parameters: (\d+)', text, re.MULTILINE)
         if match:
             num_parameters = f'{int(match[1]):,}'
-    settings = dict(check.leaves(ConfigDict(check.read_stored(folder))))
+    stored = ConfigDict(check.read_stored(folder), allow_dotted_keys=True)
+    settings = dict(check.leaves(stored))
     return Run(name, folder, metrics, ', '.join(sorted(corpora)), settings, num_parameters)
 
 
