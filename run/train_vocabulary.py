@@ -77,7 +77,7 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
         sizes = re.search(r'smaller than required_chars\. \d+ vs (\d+)', str(error))
         least = sizes[1] if sizes else 4
         raise Refused(
-            f'data.num_pieces={num_pieces} does not fit the text: use {least} or more, and more text'
+            f'data.num_pieces={num_pieces} does not fit the text: use {least} or more, or more text'
         ) from error
     return model.getvalue()
 

@@ -490,6 +490,7 @@ def test_a_limit_leaves_no_input_without_some_of_its_choices(evaluated, compiled
     assert [len(numbers[limit]) for limit in (1, 2, 3, 4, 5)] == [1, 3, 3, 6, 6]
 
 
+@pytest.mark.slow
 def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     """Refused before a model is there. A cache that --mode=cache makes has them."""
     config = make_config(evaluated)

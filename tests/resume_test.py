@@ -110,6 +110,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside(corpus, uninterrupted, tmp_pat
         prepare(config, tmp_path / 'run')
 
 
+@pytest.mark.slow
 def test_settings_that_are_damaged_while_a_run_trains(corpus, tmp_path):
     """No checkpoint takes them along: its copy mends them."""
     prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')

@@ -342,6 +342,7 @@ def test_the_page_stands_alone(tmp_path):
 # Size.
 
 
+@pytest.mark.slow
 def test_many_steps_and_long_predictions_fit(tmp_path):
     runs = []
     for name in 'abc':
