@@ -236,6 +236,7 @@ def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on
     in_two_processes(ONE_OF_TWO, corpus, folder, settings, num_devices=num_devices)
 
 
+@pytest.mark.long  # processes_test.py has more of them in CI
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(corpus, tmp_path):
     """Two processes of one device each: losses, baseline, checkpoint, position."""
@@ -354,7 +355,7 @@ def main(*arguments):
 
 @pytest.mark.slow
 def test_the_command_of_the_readme(tmp_path):
-    """configs/tiny.py, cut to a few steps, and again when finished; fine-tuned."""
+    """configs/tiny.py, cut to a few steps, and fine-tuned."""
     steps = {'train.steps': 8, 'eval.every_steps': 8, 'save.every_steps': 8, 'log.every_steps': 4}
     command = ['--config=configs/tiny.py', f'--workdir={tmp_path}']
     command += [f'--config.{name}={value}' for name, value in steps.items()]
@@ -369,10 +370,6 @@ def test_the_command_of_the_readme(tmp_path):
     assert re.match(r'Step 8: validation loss \d+\.\d+ nats per text token', lines[-3])
     assert str(tmp_path) in lines[-2]
     assert lines[-1].startswith('Next: ')
-    assert checkpoint.steps(tmp_path) == [8]
-    again = main(*command)
-    assert again.returncode == 0
-    assert 'nothing to do' in again.stdout
     assert checkpoint.steps(tmp_path) == [8]
     finetuned = main(
         '--config=configs/finetune_pydoc.py',

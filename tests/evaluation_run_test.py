@@ -692,6 +692,7 @@ def test_the_command_line(evaluated, command_line):
         evaluate_mode.prepare(None, {}, checkpoint='')
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_is_killed_goes_on(evaluated, command_line, tmp_path):
     """Killed when the first results are there, before the others are."""

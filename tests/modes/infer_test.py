@@ -608,6 +608,7 @@ def test_shards_are_merged_in_the_order_of_the_examples(tmp_path, loaded, num_sh
     assert len(list(folder.glob('*.COMPLETED'))) == num_shards
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_command_goes_on(tmp_path):
     """SIGKILL, again and again, at any time; the lines are those of a run that nobody killed."""
