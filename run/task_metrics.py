@@ -238,7 +238,7 @@ def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
         if not task.task.takes_inputs:
             continue
         examples: list[Example] = []
-        with contextlib.suppress(Refused):  # a bad record, which training reports at its step
+        with contextlib.suppress(Exception):  # of a record: training raises it again at its step
             examples.extend(read_split(task, 'train', FIRST_TEXTS))
         changes = text_changes(examples, task.vocabulary)
         if changes is not None:
