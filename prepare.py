@@ -66,8 +66,7 @@ def make_spec(
     # Some properties are parsed when first used: do it now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
         raise Refused(
-            f'data.weight={config.data.weight!r} has no effect with loss.loss_normalizing_factor='
-            'AVERAGE_PER_SEQUENCE, which divides each example by its weights: use another'
+            f'data.weight={config.data.weight!r} has no effect with loss.loss_normalizing_factor=AVERAGE_PER_SEQUENCE'
         )
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
@@ -79,7 +78,7 @@ def make_spec(
 
 
 def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
-    """Compile the step in as few microbatches as fit. Raises ValueError if none fits."""
+    """Compile the step in as few microbatches as fit. Raises Refused if none fits."""
     return memory.fit_step(
         lambda n: train.compile_step(dataclasses.replace(spec, num_microbatches=n)),
         num_rows=spec.rows_per_device,
@@ -92,7 +91,7 @@ def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
 def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | train.FinishedRun:
     """Return a run in the workdir `folder` that is ready for its next step, or finished.
 
-    Restores the workdir's newest valid checkpoint if there is one. Raises ValueError or OSError, before
+    Restores the workdir's newest valid checkpoint if there is one. Raises Refused or OSError, before
     anything is compiled, for invalid settings, files and folders.
     """
     # The settings.
@@ -159,7 +158,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             options = own_options.default_options(spec.model_config)
             checks.compare_settings(directory, resolved, options, mixture)
             start.choose(begin.leaves, wanted(spec).shapes)
-        results.Results(folder).scores()  # raises ValueError for a damaged file
+        results.Results(folder).scores()  # raises Refused for a damaged file
 
         # This process's rows of the batches: training in epochs or without end, validation once.
         batch_size = config.train.batch_size
@@ -213,8 +212,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         else:
             if config.optimizer.step_offset > begin.step:  # T5X's formula has no value there
                 raise Refused(
-                    f'optimizer.step_offset={config.optimizer.step_offset} lies after step {begin.step}, where the run '
-                    f'starts: use {begin.step} or less'
+                    f'optimizer.step_offset={config.optimizer.step_offset} is after step {begin.step}, the first of this run'
                 )
             saved = train.saved_tree(spec, spec.state_shapes)
             checks.check_saving(folder, memory.num_state_bytes(saved))

@@ -110,7 +110,7 @@ FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 def describe(argv: list[str]) -> str:
     """Return the text of --help: the flags, the settings, and the options of an own model.
 
-    That is the model of the config or the model.module that `argv` names. Raises ValueError for a
+    That is the model of the config or the model.module that `argv` names. Raises Refused for a
     config that is not valid.
     """
     _, _, table = FLAGS.module_help(__name__).partition(f'{__name__}:')
@@ -188,30 +188,25 @@ def read_config(name: str) -> ConfigDict:
     path = pathlib.Path(os.path.expanduser(file)).absolute()
     if not path.is_file() or path.suffix != '.py':
         raise Refused(f'--config={file}: not a Python file: try --config=configs/tiny.py')
-    get_config = getattr(user_code.load_module(path, path.read_bytes()), 'get_config', None)
-    if not callable(get_config):
-        raise Refused(f'--config={file} has no function get_config: start as configs/tiny.py does')
+    module = user_code.load_module(path, path.read_bytes())
+    get_config = getattr(module, 'get_config', lambda *arguments: None)
     arguments = [argument] if colon else []
     try:
         inspect.signature(get_config).bind(*arguments)
     except TypeError as error:
-        raise Refused(
-            f'--config={name}: {error} of get_config(): write it with :ARG or without'
-        ) from error
+        raise Refused(f'--config={name}: {error}: write it with :ARG or without') from error
     config = get_config(*arguments)
     if not isinstance(config, ConfigDict):
-        raise Refused(f'--config={name}: get_config() returned {config!r:.40}: return the config')
+        raise Refused(f'--config={name}: get_config() must return the config, not {config!r:.40}')
     return config.lock()
 
 
 def explain_flag(error: flags.Error) -> str:
     """Return one line about a flag or setting that absl refuses."""
-    if isinstance(error, flags.UnrecognizedFlagError):
-        if error.flagname.startswith('config.'):
-            return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
-        return ' '.join(str(error).split())  # its name may have several lines
+    if isinstance(error, flags.UnrecognizedFlagError) and error.flagname.startswith('config.'):
+        return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
     if not isinstance(error, flags.IllegalFlagValueError):
-        return str(error).strip().splitlines()[-1]
+        return ' '.join(str(error).split())  # a name may have several lines
     # The value of a flag or setting has another type.
     given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
     given = ' '.join(f'{given}{reason}'.split())
@@ -243,10 +238,7 @@ def take_options(argv: list[str]) -> list[str]:
             continue
         negation, _, name, equals, text = match.groups()
         if not name or not name.isidentifier() or (negation and equals):
-            raise Refused(
-                f'{word}: model.options is a group of settings: set one of them, '
-                f'--config.{settings.OPTIONS}NAME=VALUE'
-            )
+            raise Refused(f'{word}: set one of the options, --config.{settings.OPTIONS}NAME=VALUE')
         key = settings.OPTIONS + name
         if key in OPTIONS:
             raise Refused(f'--config.{key} is given twice: give it once')
@@ -275,7 +267,7 @@ def values_of(flag: str, argv: list[str]) -> list[str]:
 
 
 def check_mode_of(flag: str, mode: str) -> None:
-    """Raise ValueError for a flag of other modes."""
+    """Raise Refused for a flag of other modes."""
     modes = [name for name, names in FLAGS_OF_MODE.items() if flag in names]
     if mode not in modes:
         raise Refused(f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}')

@@ -22,7 +22,7 @@ from vocabulary import ByteVocabulary
 
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
-    topology.local_devices()  # raises ValueError without those of JAX_PLATFORMS
+    topology.local_devices()  # raises Refused without those of JAX_PLATFORMS
     written = convert_checkpoint(flags['from'].value, flags.to, flags.format, flags.step)
     signals.begin_work()
     process.print_lines([str(written)], sys.stdout)
@@ -36,7 +36,7 @@ def convert_checkpoint(
 
     `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, 'hf', parameters only, or
     'peft', the adapters of a run. Arrays keep their dtypes and are read as they are written. All or nothing: an
-    error leaves `target` as it was. Raises ValueError for a target that has other files or lies in the source, and
+    error leaves `target` as it was. Raises Refused for a target that has other files or lies in the source, and
     warns if the vocabulary is missing.
     """
     if not source or not target:
@@ -75,10 +75,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     """Write the adapters of a run, which name their base."""
     base = read_stored(opened.directory).get('base', {}).get('directory')
     if base is None:
-        raise Refused(
-            f'--format=peft: {opened.directory} has no adapters of a run with model.lora_rank or '
-            'model.module=prompt_tuning: name one, or use --format=hf'
-        )
+        raise Refused(f'--format=peft: {opened.directory} has no adapters: use --format=hf')
     config = opened.config
     kernels = {}
     for path, leaf in checkpoint.parameters(opened.leaves).items():
@@ -91,8 +88,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     others = [path for path in trained if not re.fullmatch(kinds, path)]
     if others:
         raise Refused(
-            f"--format=peft: {opened.directory} also has {first_ten(others)}: a folder of peft's holds LoRA's adapters "
-            'or a prompt alone: use --format=hf, which merges them, or --format=t5x'
+            f'--format=peft: {opened.directory} has more than adapters, {first_ten(others)}: use --format=hf'
         )
     write_peft.write(target, config, kernels, prompt, base)
     if not hugging_face.is_folder(paths.to_path(base)):
@@ -111,14 +107,11 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
     step = int(checkpoint.read_leaf(tree['state/step']))
     final = target / f'checkpoint_{step}'
     run_vocabulary = target / 'vocabulary.model'
-    others = []
-    if target.exists():
-        others = [file for file in sorted(target.iterdir()) if file != run_vocabulary]
-    is_new = not others and not run_vocabulary.exists()
-    if run_vocabulary.exists() and run_vocabulary.read_bytes() != vocabulary_model:
-        raise Refused(f'{target} has another vocabulary: name another folder')
-    for file in others:
-        if file == final or not file.name.startswith('checkpoint_'):
+    files_there = sorted(target.iterdir()) if target.exists() else []
+    for file in files_there:
+        is_other_step = file != final and file.name.startswith('checkpoint_')
+        is_same_vocabulary = file == run_vocabulary and file.read_bytes() == vocabulary_model
+        if not is_other_step and not is_same_vocabulary:
             raise Refused(f'{file} exists: remove it or name another folder')
 
     data_settings = stored_data(opened.directory)
@@ -139,7 +132,7 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
             if isinstance(cause, ValueError | OSError):
                 raise cause from None
             raise
-        if vocabulary_model and is_new:  # other checkpoints must not find it
+        if vocabulary_model and not files_there:  # other checkpoints must not find it
             (unfinished / 'vocabulary.model').write_bytes(vocabulary_model)
             (unfinished / 'vocabulary.model').rename(run_vocabulary)
     return final

@@ -84,7 +84,7 @@ def prepare(
     return CheckpointEvaluation(config, checkpoint, output_dir, step, split, watch, model_config)
 
 
-class Deleted(ValueError):
+class Deleted(Refused):
     """Training has deleted a checkpoint."""
 
 
@@ -94,7 +94,7 @@ class CheckpointEvaluation:
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
     default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
     steps are evaluated, and each new one as it appears, until the last one of the run. `model_config` is
-    by default the checkpoint's. Raises ValueError or OSError before anything is compiled.
+    by default the checkpoint's. Raises Refused or OSError before anything is compiled.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CheckpointEvaluation:
         self.chosen = chosen._replace(steps=of_first_process(chosen.steps))
         self.folder = output_folder(self.chosen, output_dir)
         self.results = results.Results(self.folder)
-        self.results.scores()  # raises ValueError for a file that is damaged
+        self.results.scores()  # raises Refused for a file that is damaged
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
         self.loaded_path: AnyPath | None = None  # the checkpoint that it was loaded from
@@ -142,7 +142,7 @@ class CheckpointEvaluation:
         self.events = workdir.Events(self.folder / results.FOLDER)
 
     def run(self) -> None:
-        """Evaluate the checkpoints. Raises ValueError or OSError for one that cannot be opened."""
+        """Evaluate the checkpoints. Raises Refused or OSError for one that cannot be opened."""
         if jax.process_index() == 0:
             with paths.naming(self.folder):
                 self.results.write_table()  # a kill may have come before it
@@ -161,20 +161,21 @@ class CheckpointEvaluation:
         return [(folder / f'checkpoint_{step}', step) for step in self.chosen.steps]
 
     def check_others(self) -> None:
-        """Raise ValueError, in the first process, where results of other files or settings are in the way."""
+        """Raise Refused, in the first process, where results of other files or settings are in the way."""
         if jax.process_index() > 0:
             return
         for task in self.tasks:
             steps = []
             for path, step in self.checkpoints():
-                others = (None, self.identity(task, path))
-                if self.results.settings_of(task.name, step) not in others:
+                if self.results.settings_of(task.name, step) not in (
+                    None,
+                    self.identity(task, path),
+                ):
                     steps.append(f'{step:,}')
             if steps:
-                changes = f' (now {"; ".join(self.changes)})' if self.changes else ''
+                others = '; '.join(['other files or settings', *self.changes])
                 raise Refused(
-                    f'{self.folder} has results of {task.name} at step {first_ten(steps)} from other files or '
-                    f'settings{changes}, which stay: name another --output_dir for these'
+                    f'{self.folder} has {task.name} at step {first_ten(steps)} from {others}: name another --output_dir'
                 )
 
     def identity(self, task: task_metrics.EvaluatedTask, path: AnyPath) -> str:
@@ -248,9 +249,7 @@ class CheckpointEvaluation:
             loaded = partition.in_all(read)
         except (ValueError, OSError):
             if not partition.from_processes(np.array(path.exists())).all():
-                raise Deleted(
-                    f'{path} was deleted before it was evaluated: name another --step'
-                ) from None
+                raise Deleted(f'{path} was deleted meanwhile: name another --step') from None
             raise
         self.loaded_path = path
         if self.t5 is None or self.t5.config != loaded.config:
@@ -269,11 +268,9 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
         is_run = is_run or checks.is_run(folder)
     if (step or watch) and not is_run:
         flag = '--watch' if watch else f'--step={step}'
-        raise Refused(
-            f'{flag}: --checkpoint={path} is not a run with checkpoint_STEP folders: name one'
-        )
+        raise Refused(f'{flag}: --checkpoint={path} has no checkpoint_STEP folders: name a run')
     if step and watch:
-        raise Refused(f'--step={step} with --watch, which evaluates all: leave one of them out')
+        raise Refused(f'--step={step} with --watch, which evaluates all: leave one out')
     if not is_run:
         return Chosen(formats.open.open_checkpoint(path).directory, is_run=False, steps=[])
     if not watch:
@@ -290,9 +287,7 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
         if not chosen.is_run:
             folder = folder.parent
         if not checks.is_run(folder):
-            raise Refused(
-                f'{chosen.folder} is not in a run, which would take the results: name --output_dir'
-            )
+            raise Refused(f'{chosen.folder} is not in a run: name --output_dir for the results')
     paths.check_new(folder)
     if jax.process_index() == 0:
         results.check_writable(folder)
@@ -302,7 +297,7 @@ def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
 def check_files_of_run(
     directory: AnyPath, config: ConfigDict, opened: Sequence[OpenTask], split: str
 ) -> None:
-    """Raise ValueError if a run's own task reads other files than the run that saved `directory`.
+    """Raise Refused if a run's own task reads other files than the run that saved `directory`.
 
     Their results would have the name of the run's own. The split test may be in any files.
     """
@@ -312,21 +307,20 @@ def check_files_of_run(
     file = directory / 'data_files.json'
     if not stored or stored['data']['task'] != config.data.task or not file.exists():
         return
-    known = {file_from_json(record).content for record in json.loads(file.read_bytes())}
+    try:
+        known = {file_from_json(record).content for record in json.loads(file.read_bytes())}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(f'{file} is damaged ({error}): restore it from a copy') from error
     found = tasks.open.find(config.data)
     for task in opened:
         if task.name != found.name or task.source.corpus != stored['corpus']:
             continue
         part = 'train' if task.source.validation is None else split
-        others = []
-        for record in task.source.files:
-            if record.split == part and record.content not in known:
-                others.append(record.path)
+        files = [record for record in task.source.files if record.split == part]
+        others = [record.path for record in files if record.content not in known]
         if others:
             raise Refused(
-                f'{first_ten(others)}: the run evaluated other files as its split {split}, and results '
-                'of these would have the same name: add --output_dir, or name them with data.test_files and '
-                'add --split=test'
+                f'{first_ten(others)}: the run has results of other files: name --output_dir, or --split=test'
             )
 
 

@@ -163,7 +163,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     """Check everything that can be checked before the parameters are read. Writes nothing.
 
     `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
-    else the defaults, with `changes`, {'data.task': value}. Raises ValueError and OSError.
+    else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
     """
     check_request(request)
     is_prompt = asks_for_prompt(request, changes)
@@ -190,9 +190,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     decoding = decoding_of(config.decode, vocabulary)
     infer.words_of(decoding, vocabulary, vocab_size)
     if config.decode.top_k > vocab_size:
-        raise Refused(
-            f'decode.top_k={config.decode.top_k}: must be at most model.vocab_size={vocab_size}'
-        )
+        raise Refused(f'decode.top_k={config.decode.top_k}: must be at most {vocab_size}')
     parts = []
     text_ids: list[int] = []
     arriving = None
@@ -240,12 +238,12 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
 
 
 def check_request(request: Request) -> None:
-    """Raise ValueError for flags that do not fit together."""
+    """Raise Refused for flags that do not fit together."""
     reads_stdin = request.input == infer_input.STANDARD_INPUT
     if not request.checkpoint:
         raise Refused('--mode=infer needs a model: name it with --checkpoint=PATH')
     if request.text is not None and not request.text.strip():
-        raise Refused("--text='' has no text: write one, as in --text='translate ...'")
+        raise Refused("--text='': write a text")
     for flag, excluded in (
         ('text', ('output_dir', 'input', 'encode', 'score', 'fields', 'output_ids', 'split')),
         ('input', ('split',)),
@@ -262,9 +260,7 @@ def check_request(request: Request) -> None:
         raise Refused(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
     check_split(request.split or 'test')
     if reads_stdin and (request.num_shards > 1 or jax.process_count() > 1):
-        raise Refused(
-            f'--input=- in {jax.process_count()} processes, {shard}: only one can read it: name a file'
-        )
+        raise Refused(f'--input=- in several processes, {shard}: only one can read it: name a file')
 
 
 def asks_for_prompt(request: Request, changes: Mapping) -> bool:
@@ -293,7 +289,7 @@ def read(name: str, examples: Iterable[Example], request: Request) -> Part:
         written = selected(example.features(), request.fields)
         digest.update(json.dumps(written, default=results.json_default).encode())
     if num_examples == 0:
-        raise Refused(f'{name} has no example: name a split or a file with some')
+        raise Refused(f'{name} has no example: name another split or file')
     check_alike(f'the examples of {name}', digest.hexdigest().encode())
     messages = list(describe_trimming({name: [num_examples, num_trimmed]}))
     return Part(name, spool, num_examples, messages, digest.hexdigest())
@@ -379,7 +375,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
             print(flush=True)
         except UnicodeDecodeError:
             say('this line is not UTF-8: write it in UTF-8')
-        except ValueError as error:
+        except Refused as error:
             say(error)
 
 
@@ -645,10 +641,7 @@ class Output:
             )
         for shard, file in enumerate(self.shards, start=1):
             if not self.is_unchanged(file):
-                raise Refused(
-                    f'{file} has changed or is gone since it was completed: make it again, with the same '
-                    f'command and --shard={shard}/{num_shards}'
-                )
+                raise Refused(f'{file} has changed: repeat --shard={shard}/{num_shards}')
         with contextlib.ExitStack() as stack:
             shards = [stack.enter_context(file.open('rb')) for file in self.shards]
             merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
@@ -663,25 +656,25 @@ def mark_of(file: Path) -> Path:
 
 
 def check_output(job: Job) -> None:
-    """Raise ValueError for an output folder that holds results of other settings, or other files."""
+    """Raise Refused for an output folder that holds results of other settings, or other files."""
     folder = paths.disk_path(job.request.output_dir)
     paths.check_new(folder)
     if jax.process_index() == 0:
         results.check_writable(folder)
     file = folder / SETTINGS
+    changes = []
     if file.exists():
         changes = checks.changed_settings(paths.read_json(file), settings_as_json(job))
-        if changes:
-            raise Refused(
-                f'{folder} holds results of other settings ({first_ten(changes, "; ")}): name '
-                'another --output_dir, or remove it'
-            )
-        return
-    for part in job.parts:
-        output = Output(folder, part, job)
-        for path in (output.merged, output.file, *output.encodings):
-            if path.exists():
-                raise Refused(f'{path} has no {SETTINGS} beside it: name another --output_dir')
+    else:
+        for output in [Output(folder, part, job) for part in job.parts]:
+            results_there = (output.merged, output.file, *output.encodings)
+            changes += [
+                f'{path.name} without {SETTINGS}' for path in results_there if path.exists()
+            ]
+    if changes:
+        raise Refused(
+            f'{folder} has other results ({first_ten(changes, "; ")}): name another folder'
+        )
 
 
 def settings_as_json(job: Job) -> dict:

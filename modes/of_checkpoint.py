@@ -93,43 +93,36 @@ def with_restored_sizes(
 
 
 def changes_model(directory: paths.AnyPath, changes: Mapping) -> bool:
-    """Return whether `changes` has settings of the model. Raises ValueError if the checkpoint has none."""
+    """Return whether `changes` has settings of the model. Raises Refused if the checkpoint has none."""
     changed = [key for key in changes if key.startswith('model.')]
     if changed and 'model' not in check.read_stored(directory):
-        raise Refused(
-            f'--config.{changed[0]}: {directory} has no settings to change: add --config=FILE'
-        )
+        raise Refused(f'--config.{changed[0]}: {directory} has no settings: add --config=FILE')
     return bool(changed)
 
 
 def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vocabulary:
     """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run.
 
-    `config`: config.data. Raises ValueError for none, and for one that is not the checkpoint's.
+    `config`: config.data. Raises Refused for none, and for one that is not the checkpoint's.
     """
     own = own_vocabulary(directory)
     found = own
     if config.vocabulary:
         found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     if found is None:
-        raise Refused(
-            f'{directory} has no vocabulary: name the one that it was trained with, a SentencePiece '
-            'model, a folder that holds one, or bytes: --config.data.vocabulary'
-        )
+        raise Refused(f'{directory} has no vocabulary: name its own with --config.data.vocabulary')
     if own is not None and own.names != found.names:
         change = changed_id(own, found) or 'it has more'
         raise Refused(
-            f'data.vocabulary={config.vocabulary!r} ({found.size:,} ids) is not the vocabulary of {directory} '
-            f'({own.size:,} ids): {change}: leave it out, which takes that one'
+            f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'
         )
     check_tokens(directory, found)
     return found
 
 
 def check_rows(vocabulary: Vocabulary, directory: paths.AnyPath, num_rows: int) -> None:
-    """Raise ValueError if a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
+    """Raise Refused if a checkpoint has fewer rows of embeddings than a vocabulary has ids."""
     if vocabulary.size > num_rows:
         raise Refused(
-            f'the vocabulary has {vocabulary.size:,} ids, and {directory} has {num_rows:,} rows for '
-            'them: name the vocabulary it was trained with (--config.data.vocabulary)'
+            f'data.vocabulary has {vocabulary.size:,} ids, and {directory} {num_rows:,} rows: name its own'
         )

@@ -58,14 +58,13 @@ def spec_of(config: ConfigDict, topology: str, devices: list) -> train.StepSpec:
     spec = make_spec(config, devices=devices)
     if topology and spec.mesh.size < len(devices):
         raise Refused(
-            f'--topology={topology} has {len(devices)} devices and the mesh {spec.mesh.size}: set one '
-            'axis to -1, such as mesh.data, to use all'
+            f'--topology={topology} has {len(devices)} devices, and the mesh {spec.mesh.size}: set mesh.data=-1'
         )
     return spec
 
 
 def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterator[str]:
-    """Yield the lines of a plan. Drawing them compiles, and raises ValueError if a step does not fit."""
+    """Yield the lines of a plan. Drawing them compiles, and raises Refused if a step does not fit."""
     mesh = spec.mesh
     kind = mesh.devices.flat[0].device_kind
     lengths = spec.feature_lengths
@@ -81,7 +80,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterato
     began = time.monotonic()
     try:
         step, num_microbatches = fit(config, spec)
-    except ValueError as error:
+    except Refused as error:
         yield 'Fits: NO'
         raise Refused(f'{error}{smallest_change(config, spec, devices)}') from error
     yield f'Compiled in {time.monotonic() - began:.0f} s'
@@ -149,14 +148,14 @@ def lines_of(config: ConfigDict, spec: train.StepSpec, devices: list) -> Iterato
     yield from plan_decoding.lines_of(decoding, spec)
     try:
         plan_decoding.check_fits(decoding)
-    except ValueError as error:
+    except Refused as error:
         raise Refused(f'{error}{smallest_change(config, spec, devices)}') from error
 
 
 def fit(config: ConfigDict, spec: train.StepSpec) -> tuple[jax.stages.Compiled, int]:
     """Return the step in as few microbatches as fit, and their number.
 
-    Raises ValueError where none fits, as a run does.
+    Raises Refused where none fits, as a run does.
     """
     memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
     with Console().working('Compiling'):
@@ -176,7 +175,7 @@ def smallest_change(config: ConfigDict, spec: train.StepSpec, devices: list) -> 
             if config.infer_eval.every_steps:
                 plan_decoding.check_fits(plan_decoding.plan_decoding(changed, changed_spec))
             _, num_microbatches = fit(changed, changed_spec)
-        except ValueError:
+        except Refused:
             continue
         flags = ' '.join(f'--config.{name}={value}' for name, value in changes.items())
         return f'. The smallest change that fits: {flags}, in {num_microbatches} microbatch(es)'
@@ -318,7 +317,7 @@ def seconds_of(collective: Collective, mesh: Mesh, chip: Chip) -> float:
 def table(config: ConfigDict) -> Iterator[str]:
     """Yield a line for each of SLICES: whether the train step fits there, and what it takes.
 
-    Drawing the last line raises ValueError if it fits on none of them.
+    Drawing the last line raises Refused if it fits on none of them.
     """
     yield (
         f'{"slice":10} {"mesh":>9} {"microbatches":>12} {"GiB of limit":>15} {"exchanged GB":>12} '
@@ -329,7 +328,7 @@ def table(config: ConfigDict) -> Iterator[str]:
         began = time.process_time()
         try:
             spec = spec_of(config, topology, devices_of(topology))
-        except ValueError as error:
+        except Refused as error:
             yield f'{topology:10} not planned: {error}'
             continue
         mesh = spec.mesh
@@ -337,8 +336,8 @@ def table(config: ConfigDict) -> Iterator[str]:
         try:
             step, num_microbatches = fit(config, spec)
             program = step.as_text() or ''
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            answer = 'NO' if isinstance(error, ValueError) else 'failed'
+        except (Refused, jax.errors.JaxRuntimeError) as error:
+            answer = 'NO' if isinstance(error, Refused) else 'failed'
             text = ' '.join(str(error).split())  # XLA's has tens of lines
             yield f'{topology:10} {sizes:>9} {answer}: {text:.300}'
             continue
@@ -358,6 +357,4 @@ def table(config: ConfigDict) -> Iterator[str]:
             f'{seconds:>8} {mfu:>5} {time.process_time() - began:6.0f}'
         )
     if not num_fits:
-        raise Refused(
-            '--topology=all: this config fits on none of these: plan one of them to see what does'
-        )
+        raise Refused('--topology=all: it fits on none: plan one of them to see what does')

@@ -56,13 +56,11 @@ def lines_of(planned: DecodingStep, spec: train.StepSpec) -> Iterator[str]:
 
 
 def check_fits(planned: DecodingStep) -> None:
-    """Raise ValueError if a run that computes task metrics has no room for them."""
+    """Raise Refused if a run that computes task metrics has no room for them."""
     if planned.is_of_run and not planned.fits:
         raise Refused(
-            f'decoding for infer_eval.every_steps needs {planned.total / memory.GIB:.1f} GiB of memory, '
-            f'{planned.parameters / memory.GIB:.1f} for parameters and {planned.cache / memory.GIB:.1f} for the '
-            f'cache, and {planned.limit / memory.GIB:.1f} are available: split both over mesh.model, use a smaller '
-            'infer_eval.batch_size, or set infer_eval.every_steps=0 and use --mode=evaluate on other devices'
+            f'decoding for infer_eval.every_steps needs {planned.total / memory.GIB:.1f} of '
+            f'{planned.limit / memory.GIB:.1f} GiB of memory: use more of mesh.model, or smaller batches'
         )
 
 

@@ -283,8 +283,8 @@ def writing(file: TextIO) -> Iterator[None]:
         yield
     except OSError as error:
         drop(file)
-        name = 'standard error' if file is sys.stderr else 'standard output'
-        raise OSError(error.errno, error.strerror, name) from error
+        error.filename = 'standard error' if file is sys.stderr else 'standard output'
+        raise
 
 
 def drop(file: TextIO) -> None:

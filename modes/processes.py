@@ -43,7 +43,7 @@ def join(
     """Join the other processes, if there are any.
 
     The flags tell how, or the launcher that started this process: SLURM's srun, Open MPI's mpirun, a TPU pod,
-    an indexed job of Kubernetes. Raises ValueError for wrong flags.
+    an indexed job of Kubernetes. Raises Refused for wrong flags.
     """
     cluster = None
     local_device_ids: list[int] | None = None
@@ -82,7 +82,7 @@ def join(
         except (RuntimeError, ValueError) as error:
             raise Refused(
                 f'JAX does not find the other processes ({error}): {GIVE_FLAGS}'
-            ) from None
+            ) from error
     state = distributed.global_state
     assert state.client is not None and state.num_processes is not None
     if state.num_processes == 1:
@@ -93,22 +93,20 @@ def join(
 def check_flags(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
-    """Raise ValueError unless the three flags fit together."""
+    """Raise Refused unless the three flags fit together."""
+    given = f'--coordinator_address={coordinator_address}'
     port = re.fullmatch(r'.+:(\d{1,5})', coordinator_address or '')
-    has_port = port is not None and 1 <= int(port[1]) < 2**16
     is_one_of = num_processes is not None and process_id is not None and process_id < num_processes
-    if port is None or not has_port or not is_one_of:
+    if port is None or not 1 <= int(port[1]) < 2**16 or not is_one_of:
         raise Refused(
-            f'--coordinator_address={coordinator_address} --num_processes={num_processes} '
-            f'--process_id={process_id}: {GIVE_FLAGS}'
+            f'{given} --num_processes={num_processes} --process_id={process_id}: {GIVE_FLAGS}'
         )
     if process_id == 0 and num_processes != 1:  # JAX would wait, or crash
         try:
             socket.create_server(('', int(port[1]))).close()
         except OSError as error:
             raise Refused(
-                f'--coordinator_address={coordinator_address}: process 0 cannot listen there '
-                f'({error.strerror}): give a free port of this host to all processes of the run'
+                f'{given}: process 0 cannot listen there ({error.strerror}): give all a free port of this host'
             ) from error
 
 
@@ -192,7 +190,7 @@ class Group:
         process.end_now(status)
 
     def check_same(self, settings: Mapping[str, object]) -> None:
-        """Raise ValueError in a process whose settings are not those of process 0."""
+        """Raise Refused in a process whose settings are not those of process 0."""
         if self.client is None:
             return
         own = {name: str(value) for name, value in settings.items()}
@@ -206,8 +204,7 @@ class Group:
         if different:
             found = [f'{name}={own.get(name)}, not {first.get(name)}' for name in different]
             raise Refused(
-                f'other settings than in process 0: {first_ten(found, separator="; ")}: start all '
-                'processes with the same command and the same configs'
+                f'other settings than in process 0: {first_ten(found, separator="; ")}: give all the same command'
             )
 
     def fail(self, error: BaseException, status: int) -> int:
@@ -218,7 +215,7 @@ class Group:
         from partition import ProcessFailed  # imports JAX
 
         self._await_name(error)
-        text = errors.one_line(error)
+        text = f'{type(error).__name__}: {errors.one_line(error)}'  # an assert has no message
         if self.number == 0:
             self.client.key_value_set('error', text)
             errors.report(error)

@@ -126,20 +126,15 @@ class Run(NamedTuple):
 def write(names: Sequence[str], output_dir: str = '') -> Path:
     """Write the report of some runs to `output_dir`, else into the first run. Return its path.
 
-    Raises ValueError if one of them is not a run.
+    Raises Refused if one of them is not a run.
     """
     if not 1 <= len(names) <= MAX_RUNS:
         raise Refused(f'--runs has {len(names)} runs: name 1 to {MAX_RUNS}, as in --runs=RUN,RUN')
     folders = []
     for name in names:
-        if paths.is_in_bucket(name):
-            raise Refused(f'--runs={name}: copy the run, without checkpoints, to a disk')
         folder = paths.disk_path(name)
         if not read_metrics(folder) and not results.Results(folder).scores():
-            raise Refused(
-                f'--runs={name} has no results, and {folder}/metrics.jsonl no lines: name a run, after '
-                'its first logged step (log.every_steps)'
-            )
+            raise Refused(f'--runs={name}: {folder} has neither metrics.jsonl nor results')
         folders.append(folder)
     common = os.path.commonpath([folder.parent for folder in folders])
     runs = [read_run(str(folder.relative_to(common)), folder) for folder in folders]
@@ -176,7 +171,8 @@ def read_run(name: str, folder: Path) -> Run:
         match = re.search(r'^Total number of parameters: (\d+)', text, re.MULTILINE)
         if match:
             num_parameters = f'{int(match[1]):,}'
-    settings = dict(check.leaves(ConfigDict(check.read_stored(folder))))
+    stored = ConfigDict(check.read_stored(folder), allow_dotted_keys=True)
+    settings = dict(check.leaves(stored))
     return Run(name, folder, metrics, ', '.join(sorted(corpora)), settings, num_parameters)
 
 
@@ -494,7 +490,7 @@ def sample(
 
 
 def read_prediction(text: bytes, title: str) -> dict[str, Any]:
-    """Return a line of TASK-STEP.jsonl. Raises ValueError, which has its title, for a damaged one."""
+    """Return a line of TASK-STEP.jsonl. Raises Refused, which has its title, for a damaged one."""
     line = paths.json_object(text, title)
     fields = line.get('input')
     texts = [None]

@@ -44,19 +44,17 @@ def describe(
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
     `config`: config.data. `split`: of the examples, by default the first that the task has.
-    `vocabulary`: prints their ids, too. Raises ValueError for an unknown name; the lines raise it
+    `vocabulary`: prints their ids, too. Raises Refused for an unknown name; the lines raise it
     where a source does not open.
     """
     if split:
         check_split(split)
     found = tasks.open.find(config) if config.task else None
     if (split or num_examples or vocabulary) and not isinstance(found, Task):
-        raise Refused(
-            f'--split, --examples and --vocabulary are for one task, and data.task={config.task!r} is none: name one'
-        )
+        raise Refused(f'--split, --examples and --vocabulary need a task, not {config.task!r}')
     if found is None:
         return list_of(groups(config.module))
-    find_cache(config, config.task)  # raises ValueError for data.cache_dirs
+    find_cache(config, config.task)  # raises Refused for data.cache_dirs
     if isinstance(found, Mixture):
         return describe_mixture(found, config)
     return describe_task(found, config, split, num_examples, vocabulary)
@@ -146,7 +144,7 @@ def name_of_metric(metric_fn: MetricFn) -> str:
 def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     """Yield a line for each task of a mixture: its rate and whether its source opens.
 
-    Raises ValueError that says what to put where, if one does not open.
+    Raises Refused that says what to put where, if one does not open.
     """
     opened: dict[str, Source] = {}
     problems: dict[str, str] = {}
@@ -155,7 +153,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     for name, task in mixture.tasks.items():
         try:
             opened[name] = tasks.open.open_task(task, config)
-        except ValueError as error:
+        except Refused as error:
             problems[name] = str(error)
             continue
         num_records = opened[name].train.count_records()
@@ -179,7 +177,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
         yield f'{rate_text:>12} {share:>8}  {name}: {state}'
     if problems:
         first, *others = problems.values()
-        refusal = ValueError(first)
+        refusal = Refused(first)
         for problem in others:
             refusal.add_note(problem)
         raise refusal
@@ -191,7 +189,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
 def describe_task(
     task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary_name: str
 ) -> Iterator[str]:
-    """Yield what a task is, and some of its examples. Raises ValueError if its source does not open."""
+    """Yield what a task is, and some of its examples. Raises Refused if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
     yield f'{task.name}: {source_of(task)}'
     yield f'splits: {splits_of(task)}; objective: {task.objective_name}; metrics: {metric_names or "none"}'
@@ -210,10 +208,7 @@ def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
     available = [name for name in SPLITS if source.may_hold(name)]
     split = split or ''.join(available[:1])
     if split not in available:
-        raise Refused(
-            f'--split={split}: {task.name} has {", ".join(available) or "no split with records"}: use one of '
-            'its splits, or name files with data.files'
-        )
+        raise Refused(f'--split={split}: {task.name} has {", ".join(available) or "no records"}')
     return source.records(split)
 
 

@@ -1,6 +1,5 @@
 """The devices that `--topology` names, which need not be here, and what is published of them."""
 
-import importlib.util
 import os
 from typing import NamedTuple
 
@@ -43,7 +42,6 @@ GPUS = {
     'h200': ('NVIDIA H200', 151_397_597_184, 4_800_000_000_000),
 }
 GPUS_OF_A_HOST = 8
-GPU_PLUGINS = ('jax_cuda12_plugin', 'jax_cuda13_plugin')  # one of them compiles for GPUs
 # XLA cannot try Triton's tiles on a GPU that is not here, and ends where those that it guesses do not fit.
 XLA_FLAG = '--xla_gpu_enable_triton_gemm=false'
 # XLA's description of a GPU, in its words: the Hopper chip of NVIDIA's tuning guide, and which software runs it.
@@ -85,7 +83,7 @@ gpu_device_info {{
 MAX_DEVICES = 2**20  # as in mesh.*
 # Those of --topology=all.
 SLICES = 'v5e:4x4 v5e:4x8 v5e:8x8 v5e:8x16 v5e:16x16 v5p:4x4x4 v6e:16x16 h100:8 h200:8'.split()
-REMEDY = 'name a slice of v5e, v5p or v6e, such as v5e:16x16 or v5p:4x4x4, h100:8, h200:8, or cpu:8'
+REMEDY = 'name a slice of TPUs, such as v5e:16x16, v5p:4x4x4 or v6e:16x16, or h100:N, h200:N (8 a host) or cpu:N'
 
 
 def devices_of(topology: str) -> list:
@@ -94,29 +92,26 @@ def devices_of(topology: str) -> list:
         return local_devices()
     keep_jax_on_cpu()
     kind, _, size = topology.partition(':')
-    if kind != 'cpu':  # JAX's cache takes programs of absent devices, and cannot read them
-        jax.config.update('jax_enable_compilation_cache', False)
-    if kind == 'cpu' or kind in GPUS:
-        if not size.isdecimal() or not 1 <= int(size) <= MAX_DEVICES:
-            raise Refused(
-                f'--topology={topology}: write {kind}:N with the number of devices, such as {kind}:8'
-            )
-        if kind == 'cpu':
-            jax.config.update('jax_num_cpu_devices', int(size))
-            return jax.devices()
-        return gpus(topology, kind, int(size))
-    if kind not in TPUS:
+    num_devices = int(size) if size.isdecimal() else 0
+    is_valid = kind in TPUS or (kind in ('cpu', *GPUS) and 1 <= num_devices <= MAX_DEVICES)
+    if kind in GPUS and num_devices > GPUS_OF_A_HOST:
+        is_valid &= num_devices % GPUS_OF_A_HOST == 0
+    if not is_valid:
         raise Refused(f'--topology={topology}: {REMEDY}')
-    if importlib.util.find_spec('libtpu') is None:
-        raise Refused(
-            f"--topology={topology} needs libtpu: install it with pip install -e '.[tpu]', or name cpu:8"
-        )
-    process.set_variables(LIBTPU)
+    if kind == 'cpu':
+        jax.config.update('jax_num_cpu_devices', num_devices)
+        return jax.devices()
+    # JAX's cache takes programs of absent devices, and cannot read them.
+    jax.config.update('jax_enable_compilation_cache', False)
     try:
-        devices: list = topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
-    except RuntimeError as error:
-        raise Refused(f'--topology={topology}: {error}: {REMEDY}') from error
-    return devices
+        if kind in GPUS:
+            return gpus(topology, kind, num_devices)
+        process.set_variables(LIBTPU)
+        return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
+    except (RuntimeError, ValueError) as error:  # the plugin is missing, or has no such slice
+        raise Refused(
+            f'--topology={topology}: {error}: install .[tpu] or .[cuda]: {REMEDY}'
+        ) from error
 
 
 def keep_jax_on_cpu() -> None:
@@ -128,39 +123,24 @@ def keep_jax_on_cpu() -> None:
 
 
 def local_devices() -> list:
-    """Return the devices that are here. Raises ValueError if JAX cannot start those of JAX_PLATFORMS."""
+    """Return the devices that are here. Raises Refused if JAX cannot start those of JAX_PLATFORMS."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plugin
         reason = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
         wanted = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
         raise Refused(
-            f'JAX_PLATFORMS={wanted}: JAX cannot start these devices ({reason or "no plugin"}): unset '
-            "JAX_PLATFORMS, set it to cpu, or install JAX's plugin: pip install -e '.[cuda]' or '.[tpu]'"
+            f'JAX_PLATFORMS={wanted}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
         ) from error
 
 
 def gpus(topology: str, name: str, num_devices: int) -> list:
     """Return GPUs that JAX's CUDA plugin compiles for."""
-    if not any(importlib.util.find_spec(plugin) for plugin in GPU_PLUGINS):
-        raise Refused(
-            f"--topology={topology} needs JAX's CUDA plugin: install it with pip install -e '.[cuda]', or name "
-            'cpu:8'
-        )
     num_hosts = max(1, num_devices // GPUS_OF_A_HOST)
-    if num_devices > GPUS_OF_A_HOST and num_devices % GPUS_OF_A_HOST:
-        raise Refused(
-            f'--topology={topology}: must be up to {GPUS_OF_A_HOST} GPUs, or a multiple of as many'
-        )
     kind, memory, bandwidth = GPUS[name]
-    try:
-        return topologies.get_topology_desc(
-            platform='cuda',
-            topology_name=topology,
-            target_config=HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth),
-            topology=f'1x{num_hosts}x{num_devices // num_hosts}',
-        ).devices
-    except NotImplementedError as error:  # JAX has logged why
-        raise Refused(
-            f"--topology={topology}: JAX's CUDA plugin does not start: install all of it with pip install -e '.[cuda]'"
-        ) from error
+    return topologies.get_topology_desc(
+        platform='cuda',
+        topology_name=topology,
+        target_config=HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth),
+        topology=f'1x{num_hosts}x{num_devices // num_hosts}',
+    ).devices

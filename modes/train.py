@@ -5,12 +5,14 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 
 import jax
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
 
+import paths
 import train
 from configs.base import INT32_MAX
 from messages import Refused
@@ -41,20 +43,14 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 
 
 def parse(text: str, workdir: str) -> range:
-    """Return the steps of --profile=FIRST:LAST, none for ''. Raises ValueError for another text."""
+    """Return the steps of --profile=FIRST:LAST, none for ''. Raises Refused for another text."""
     if not text:
         return range(0)
-    if '://' in workdir:
-        raise Refused(f'--profile={text}: a trace is written to a disk, and --workdir={workdir}')
-    first, separator, last = text.partition(':')
-    if (
-        separator
-        and first.isdecimal()
-        and last.isdecimal()
-        and 1 <= int(first) <= int(last) <= INT32_MAX
-    ):
-        return range(int(first), int(last) + 1)
-    raise Refused(f'--profile={text}: write FIRST:LAST with steps from 1, such as 10:13')
+    match = re.fullmatch(r'(\d{1,10}):(\d{1,10})', text)
+    steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if not steps or steps[0] < 1 or steps[-1] > INT32_MAX or paths.is_in_bucket(workdir):
+        raise Refused(f'--profile={text}: write FIRST:LAST, as 10:13, and a --workdir on a disk')
+    return steps
 
 
 def train_traced(

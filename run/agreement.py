@@ -102,10 +102,7 @@ def remember_interrupt() -> Iterator[Callable[[], int]]:
 
 
 def check_alike(name: str, digest: bytes) -> None:
-    """Raise ValueError unless all processes have the same digest of `name`."""
+    """Raise Refused unless all processes have the same digest of `name`."""
     digests = partition.from_processes(np.frombuffer(digest, np.uint8))
     if (digests != digests[0]).any():
-        raise Refused(
-            f'{name} differ between the {len(digests)} processes: each must read the same: put them '
-            'on a disk that all of them see'
-        )
+        raise Refused(f'{name} differ between the processes: use a disk that all of them see')

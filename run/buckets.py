@@ -10,6 +10,7 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -128,12 +129,12 @@ class BucketPath(PurePosixPath):
 
 
 def to_path(name: str, may_be_new: bool) -> BucketPath:
-    """Return the path of a URL. Raises ValueError for a bucket that cannot be listed."""
+    """Return the path of a URL. Raises Refused for a bucket that cannot be listed."""
     if may_be_new and re.search('[*?[]', name):
-        raise Refused(f'{name}: a client takes *, ? and [ for a pattern: name another folder')
+        raise Refused(f'{name}: *, ? and [ make a pattern: name another folder')
     client = client_of(name)
     name = normalized(name)
-    with client_errors(name, 'listed', ValueError):
+    with client_errors(name, 'listed', Refused):
         if may_be_new:
             with contextlib.suppress(FileNotFoundError):
                 client.ls(name)
@@ -143,11 +144,11 @@ def to_path(name: str, may_be_new: bool) -> BucketPath:
 
 
 def matching_files(name: str) -> dict[str, FileStatus]:
-    """Return the files of a URL or a glob. Raises ValueError for a bucket that cannot be listed."""
+    """Return the files of a URL or a glob. Raises Refused for a bucket that cannot be listed."""
     client = client_of(name)
     pattern = normalized(name)
     scheme = pattern.partition('://')[0]
-    with client_errors(pattern, 'listed', ValueError):
+    with client_errors(pattern, 'listed', Refused):
         matches = client.glob(pattern, detail=True)
     if not matches:  # the folder may be the reason
         to_path(posixpath.dirname(re.split(r'[*?[]', pattern)[0]), may_be_new=False)
@@ -184,18 +185,11 @@ def open_file(name: str, read_ahead: int, num_bytes: int | None) -> io.BufferedR
 
 
 def client_of(name: str) -> 'AbstractFileSystem':
-    """Return the file system of a URL. Raises ValueError for other schemes, and if it is not installed."""
-    scheme = name.partition('://')[0]
-    if scheme not in STORES:
-        raise Refused(
-            f'{name}: only disks, gs:// and s3:// are known: download it, or omit file://'
-        )
-    store = STORES[scheme]
-    try:
-        module = importlib.import_module(store.module)
-    except ImportError:
-        remedy = f"pip install -e '.[{store.driver}]'"
-        raise Refused(f'{name} needs {store.module}: {remedy}') from None
+    """Return the file system of a URL."""
+    store = STORES.get(name.partition('://')[0])
+    if store is None or find_spec(store.module.partition('.')[0]) is None:
+        raise Refused(f'{name}: only disks, gs:// and s3:// are known (extras .[gcs], .[s3])')
+    module = importlib.import_module(store.module)
     # It keeps no listing: TensorStore and other processes write, too.
     return getattr(module, store.client)(use_listings_cache=False)
 
@@ -218,6 +212,5 @@ def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]
         yield
     except Exception as error:
         text = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise kind(
-            f'{name} cannot be {verb} ({text}): check its name, your rights and the network'
-        ) from error
+        remedy = 'check its name, your rights and the network'
+        raise kind(f'{name} cannot be {verb} ({text}): {remedy}') from error

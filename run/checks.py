@@ -80,7 +80,7 @@ SECONDS_TO_SEE = 10  # until the others see a file that the first process made
 
 
 def check_is_run(workdir: paths.AnyPath) -> None:
-    """Raise ValueError if a run would overwrite files in `workdir` that are not a run's of this program."""
+    """Raise Refused if a run would overwrite files in `workdir` that are not a run's of this program."""
     paths.check_new(workdir)
     if is_run(workdir):
         return
@@ -90,10 +90,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
         if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
                 continue
-        raise Refused(
-            f'{workdir} is not a run of this program; name another --workdir '
-            f'({path.name} is in it, which a run would overwrite)'
-        )
+        raise Refused(f'{workdir} has {path.name}, and is not a run of this program: name another')
 
 
 def is_run(workdir: paths.AnyPath) -> bool:
@@ -115,22 +112,18 @@ def is_own_config(file: paths.AnyPath) -> bool:
 
 
 def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
-    """Raise ValueError unless a run can train on the mixture."""
+    """Raise Refused unless a run can train on the mixture."""
     if config.train.epochs and not mixture.is_single:
         raise Refused(
-            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture, whose tasks end at '
-            'different times: set train.epochs=0 and train.steps'
+            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture: set train.steps instead'
         )
     for task in mixture.tasks:
         if task.task.train_split == NO_SPLIT:
-            raise Refused(
-                f'data.task={task.name!r} has no split for training, it is for evaluation alone: name a '
-                "task that 'python main.py --mode=tasks' lists with a t"
-            )
+            raise Refused(f'data.task={task.name!r} has no split for training: name another task')
 
 
 def check_shared(workdir: paths.AnyPath) -> None:
-    """Raise ValueError if a process does not see what the first one writes into `workdir`."""
+    """Raise Refused if a process does not see what the first one writes into `workdir`."""
     if jax.process_count() == 1 or not isinstance(workdir, Path):
         return
     number = partition.from_first_process(np.array(secrets.randbits(32)))
@@ -145,8 +138,7 @@ def check_shared(workdir: paths.AnyPath) -> None:
         file.unlink()
     if not is_seen.all():
         raise Refused(
-            f'--workdir={workdir}: process {is_seen.argmin()} of {len(is_seen)} does not see what process 0 '
-            'writes there: name a folder on a disk that all hosts share, or in a bucket'
+            f'--workdir={workdir}: process {is_seen.argmin()} does not see what process 0 writes: name a shared disk'
         )
 
 
@@ -166,22 +158,16 @@ def check_saving(workdir: paths.AnyPath, num_bytes: int) -> None:
             paths.remove_folder(folder)
     except (OSError, ValueError) as error:
         reason = paths.reason(error.__cause__ or error)
-        raise OSError(
-            f'{workdir} cannot hold checkpoints ({reason}): correct its permissions or disk, or name '
-            'another --workdir'
-        ) from error
+        raise OSError(f'{workdir} cannot hold checkpoints ({reason}): name another') from error
     if not isinstance(workdir, Path):
         return
     free = shutil.disk_usage(workdir).free
     if free < num_bytes:
-        raise OSError(
-            f'{workdir} has {free / 1e9:.1f} GB of free space, a checkpoint takes {num_bytes / 1e9:.1f}:'
-            ' free some, or name another --workdir'
-        )
+        raise OSError(f'{workdir}: {free / 1e9:.1f} GB are free, and {num_bytes / 1e9:.1f} needed')
 
 
 def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
-    """Raise ValueError if a run has lost its checkpoints: a new start would erase its metrics, `lines`."""
+    """Raise Refused if a run has lost its checkpoints: a new start would erase its metrics, `lines`."""
     first_save_was_interrupted = checkpoint.unfinished(workdir)
     if first_save_was_interrupted or not is_own_config(workdir / 'config.json'):
         return
@@ -191,16 +177,13 @@ def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
     num_steps = max((line['step'] for line in lines), default=0)
     is_finished = any(line['step'] == last and line['run'] != 'train' for line in lines)
     if num_steps > first_save or is_finished:
-        raise Refused(
-            f'{workdir} has the metrics of {num_steps:,} steps but no checkpoint: put its checkpoints '
-            'back, remove metrics.jsonl to start at step 0, or name another --workdir'
-        )
+        raise Refused(f'{workdir} has lost its checkpoints: put them back, or remove metrics.jsonl')
 
 
 def compare_settings(
     directory: paths.AnyPath, settings: Mapping, options: Mapping, mixture: OpenMixture
 ) -> None:
-    """Raise ValueError if the run that saved the checkpoint `directory` may not continue with `settings`.
+    """Raise Refused if the run that saved the checkpoint `directory` may not continue with `settings`.
 
     `settings`: the content of config.json today; `options`: the defaults of model.options. Texts are
     compared by content, not by the names of files.
@@ -219,16 +202,11 @@ def compare_settings(
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
     if changes:
         raise Refused(
-            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or '
-            'name another --workdir'
+            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or name another --workdir'
         )
     files = json.loads((directory / 'data_files.json').read_bytes())
-    if any(file.get('changes') for file in files):
-        raise Refused(
-            f'{workdir} was continued on corrected files (data.allow_changed_files), which this version does '
-            'not do: name another --workdir, and restore.path to begin with its parameters'
-        )
-    if is_other_text:
+    # Only runs of 0.1.0 were continued on changed files.
+    if is_other_text or any(file.get('changes') for file in files):
         changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
         raise Refused(f'{workdir} holds a run on other text: {changes_of_text}')
 
@@ -272,46 +250,32 @@ def missing_lines(
 
 
 def check_adapters(config: T5Config) -> None:
-    """Raise ValueError if adapters are asked for and no kernel has one."""
+    """Raise Refused if adapters are asked for and no kernel has one."""
     shapes = model.shapes(config)
     if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
-        kernels = [path for path in shapes if path.endswith('/kernel')]
-        raise Refused(
-            f'model.lora_targets={config.lora_targets!r} matches none of the {len(kernels)} kernels: '
-            f'it must match the whole path of one or more, such as {kernels[0]!r}'
-        )
+        kernel = next(path for path in shapes if path.endswith('/kernel'))
+        raise Refused(f'model.lora_targets={config.lora_targets!r} matches none, such as {kernel}')
 
 
 def check_packing(config: T5Config, pack: str) -> None:
-    """Raise ValueError if rows are packed and the model reads a row as one example."""
+    """Raise Refused if rows are packed and the model reads a row as one example."""
     if pack != 'no' and not config.modules.may_pack:
-        raise Refused(
-            f'data.pack={pack!r}: with model.module={config.module!r} the examples of a packed row would share '
-            "what belongs to one: set data.pack='no'"
-        )
+        raise Refused(f"data.pack={pack!r}: model.module={config.module!r} needs data.pack='no'")
 
 
 def check_scan(config: T5Config) -> None:
-    """Raise ValueError if a scan over layers is asked for and its periods differ."""
+    """Raise Refused if a scan over layers is asked for and its periods differ."""
     if not config.scan_layers:
         return
     period = config.period
     num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
-    for stack, count in num_layers.items():
-        if count % period:
-            raise Refused(
-                f'model.num_{stack}_layers={count} with model.scan_layers=True: {config.module} scans '
-                f'{period} layers at a time: set a multiple of {period}, or model.scan_layers=False'
-            )
     counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
     for path in model.shapes(config):
         match = re.fullmatch(r'(encoder|decoder)/layers_(\d+)/(.+)', path)
         if match:
             counts[match[1], match[3], int(match[2]) % period] += 1
     for (stack, name, _), count in counts.items():
-        if count != num_layers[stack] // period:
+        if count * period != num_layers[stack]:
             raise Refused(
-                f'model.scan_layers=True: {count} of the layers have {stack}/layers_*/{name}, which all or '
-                'none must have: set it to False, model.lora_targets to the kernels of all layers, or the '
-                'period of an own model to the layers after which they repeat'
+                f'model.scan_layers=True: {count} of {num_layers[stack]} {stack} layers have {name}, not 1 in {period}'
             )

@@ -7,7 +7,6 @@ from ml_collections import ConfigDict
 import infer
 import user_code
 from infer import Decoding
-from messages import Refused
 from vocabulary import Vocabulary
 
 
@@ -18,13 +17,9 @@ def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> D
     if settings.module:
         file = user_code.module_file('decode.module', settings.module)
         module = user_code.load_module(file, file.read_bytes())
-        if not callable(getattr(module, 'filters', None)):
-            raise Refused(
-                f'decode.module={settings.module!r}: {file} has no function filters(vocabulary): write one that returns '
-                'a list of functions (logits_rv, tokens_rT, ids_v) -> logits_rv'
-            )
+        filters = module.filters
         if vocabulary is not None:
-            given['filters'] = tuple(module.filters(vocabulary))
+            given['filters'] = tuple(filters(vocabulary))
     decoding = Decoding(**given)
     infer.check_decoding(decoding)
     return decoding

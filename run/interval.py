@@ -206,12 +206,10 @@ class NotFinite:
         return None
 
     def check_may_go_back(self, fault: Fault) -> None:
-        """Raise FloatingPointError unless the run may go back."""
-        if self.action == 'stop':
-            raise self.error(fault, f'{SKIP} or back')
-        if self.count == self.max_count:
-            reason = f'The run has used up {self.used()}'
-            raise self.error(fault, 'a larger train.max_not_finite', reason)
+        """Raise LossNotFinite unless the run may go back."""
+        if self.action == 'stop' or self.count == self.max_count:
+            reason = '' if self.action == 'stop' else f'The run has used up {self.used()}'
+            raise self.error(fault, f'{SKIP} or back, or a larger train.max_not_finite', reason)
 
     def used(self) -> str:
         return f'{self.count:,} of train.max_not_finite={self.max_count:,}'

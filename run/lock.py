@@ -23,14 +23,16 @@ SECONDS_BETWEEN_TRIES = 0.1
 
 
 def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
-    """Lock `file`, in the first process only, until the lock is closed. Raises ValueError that names the holder."""
+    """Lock `file`, in the first process only, until the lock is closed. Raises Refused that names the holder."""
     if not is_first:
         return Lock()
     try:
         return _try(file, f'process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}')
-    except InUse as other:
-        holder, hint = other.args
-        raise Refused(f'{title} is in use by {holder}: {remedy}{hint}') from None
+    except BlockingIOError:
+        holder = file.read_bytes().decode(errors='replace').partition('\n')[0]
+        if not isinstance(file, Path):
+            remedy += f'; if it was killed, wait {LOCK_SECONDS:.0f} seconds, or remove {file}'
+        raise Refused(f'{title} is in use by {holder}: {remedy}') from None
 
 
 @contextlib.contextmanager
@@ -40,7 +42,7 @@ def alone_in(folder: paths.AnyPath) -> Iterator[None]:
     while True:
         try:
             held = _try(folder / '.lock', holder='')  # no message names the holder
-        except InUse:
+        except BlockingIOError:
             time.sleep(SECONDS_BETWEEN_TRIES)
             continue
         with held:
@@ -49,11 +51,8 @@ def alone_in(folder: paths.AnyPath) -> Iterator[None]:
 
 
 def _try(file: paths.AnyPath, holder: str) -> 'Lock':
+    """Lock a file. Raises BlockingIOError if another process has the lock."""
     return DiskLock(file, holder) if isinstance(file, Path) else BucketLock(file, holder)
-
-
-class InUse(Exception):
-    """Another process has the lock: its name, and what to do if it was killed."""
 
 
 class Lock:
@@ -83,9 +82,8 @@ class DiskLock(Lock):
             try:
                 fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                with self._stream:
-                    self._stream.seek(0)
-                    raise InUse(self._stream.read(), '') from None
+                self._stream.close()
+                raise
         with paths.naming(file.parent):
             self._stream.truncate(0)
             self._stream.write(holder)
@@ -112,10 +110,7 @@ class BucketLock(Lock):
         while not file.create(self.content) and self._read() != self.content:
             other = self._read()
             if self._age() < LOCK_SECONDS:
-                raise InUse(
-                    other.decode().partition('\n')[0],
-                    f'; if that process was killed, wait {LOCK_SECONDS:.0f} seconds, or remove {file}',
-                )
+                raise BlockingIOError
             if self._read() == other:
                 file.unlink()
         self._thread.start()

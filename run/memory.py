@@ -47,10 +47,7 @@ def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
     if requested == 'auto':
         return counts
     if requested not in counts:
-        raise Refused(
-            f'train.num_microbatches={requested!r} does not divide the {num_rows} rows of a device; '
-            f"use 'auto' or one of {', '.join(map(str, counts))}"
-        )
+        raise Refused(f"train.num_microbatches={requested!r}: use 'auto' or one of {counts}")
     return [n for n in counts if n >= requested]
 
 
@@ -63,7 +60,7 @@ def fit_step(
 ) -> Plan:
     """Compile the step in as few microbatches as fit into memory, of `num_rows` rows on a device.
 
-    Raises ValueError where it fits with none or not with the `requested` number.
+    Raises Refused where it fits with none or not with the `requested` number.
     """
     limit = memory_limit(mesh)
     counts = microbatch_counts(requested, num_rows)
@@ -94,27 +91,26 @@ def fit_step(
     remedy = f'use {last}, or auto'
     if needs[last] > limit:
         remedy = f'{last} do not fit either: use more devices or a smaller train.batch_size'
-    raise Refused(f'{comparison}; {remedy}')
+    raise Refused(f'{comparison}: {remedy}')
 
 
 def bytes_of_refusal(error: jax.errors.JaxRuntimeError) -> float:
     """Return the bytes that a step needs, of the error with which XLA refuses it on a TPU."""
     needed = re.search(r'([\d.]+)([KMGT])\b', str(error))
     if not str(error).startswith('RESOURCE_EXHAUSTED') or needed is None:
-        raise error
+        raise
     return float(needed[1]) * 1024 ** (1 + 'KMGT'.index(needed[2]))
 
 
 def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
-    """Raise ValueError where parameters and optimizer state alone do not fit into memory."""
+    """Raise Refused where parameters and optimizer state alone do not fit into memory."""
     need = bytes_on_device(mesh, state, state_specs)
     limit = memory_limit(mesh)
     if kernels.is_on_cpu(mesh.abstract_mesh):
         need *= len(mesh.local_devices)
     if need > limit:
         raise Refused(
-            f'parameters and optimizer state take {need / GIB:,.1f} GiB of memory, and '
-            f'{limit / GIB:,.1f} are available: use more devices for mesh.fsdp or a smaller model'
+            f'parameters and optimizer state take {need / GIB:,.1f} of {limit / GIB:,.1f} GiB: use more of mesh.fsdp'
         )
 
 

@@ -181,9 +181,8 @@ class Worker:
         except (EOFError, ConnectionError):  # the latter if it has not read its work
             self.process.join()
             raise ChildProcessError(
-                f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} '
-                f'ended with exit code {self.process.exitcode}: if the machine ran out of memory, '
-                'use fewer data.num_workers'
+                f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} ended with exit code '
+                f'{self.process.exitcode}: use fewer data.num_workers if memory is short'
             ) from None
         if isinstance(received, Exception):
             raise received
@@ -256,9 +255,7 @@ def open_stream(work: Work) -> Stream:
     assert work.reopen is not None
     opened = work.reopen(config)
     if opened.fingerprint != work.fingerprint:
-        raise Refused(
-            f'the files of data.task={config.task!r} changed while the run began: start it again'
-        )
+        raise Refused(f'data.task={config.task!r}: its files changed meanwhile: start again')
     stream = Stream(opened, **work.options)
     stream.seek(work.position)
     return stream

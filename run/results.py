@@ -169,7 +169,7 @@ def format_value(value: float | None) -> str:
 
 
 def check_writable(folder: AnyPath) -> None:
-    """Raise ValueError where this process may not make `folder` or write into it. A bucket is not asked."""
+    """Raise Refused where this process may not make `folder` or write into it. A bucket is not asked."""
     if not isinstance(folder, Path):
         return
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -239,7 +239,7 @@ class Results:
         return found
 
     def lines(self, name: str) -> list[Line]:
-        """Return the lines of TASK-metrics.jsonl. Raises ValueError for one that is damaged."""
+        """Return the lines of TASK-metrics.jsonl. Raises Refused for one that is damaged."""
         return read_lines(self.file(name, METRICS_SUFFIX))
 
     def entries(self, name: str) -> dict[str, object]:

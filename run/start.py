@@ -1,6 +1,5 @@
 """What a run starts from: its newest valid checkpoint, `restore.path`, or the initial parameters."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -22,14 +21,14 @@ from formats.vocabulary import (
     check_tokens,
     find_vocabulary,
     named_vocabulary,
+    of_model,
     own_vocabulary,
-    stored_data,
 )
 from loss import parse_normalizing_factor
 from messages import Refused, first_ten
 from model import T5Config
 from run import checks, verify
-from vocabulary import ByteVocabulary
+from vocabulary import ByteVocabulary, Vocabulary
 
 MOMENTA = ('m', 'mu')  # the slots of first moments: Adafactor's, AdamW's
 
@@ -67,9 +66,7 @@ def find_start(
         return choose_initial(config, wanted)
     directory = folder / f'checkpoint_{step}'
     if not checks.is_own_config(directory / 'config.json'):
-        raise Refused(
-            f'{directory} was not saved by a run of this program: move it away, or name another --workdir'
-        )
+        raise Refused(f'{directory} was not saved by a run of this program: move it away')
     vocabulary_model = b''
     if paths.is_file(directory / 'vocabulary.model'):
         vocabulary_model = (directory / 'vocabulary.model').read_bytes()
@@ -102,8 +99,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         setting = f'model.lora_rank={config.model.lora_rank}'
     if adapters and (not chosen.path or chosen.dtype not in ('float32', '')):
         raise Refused(
-            f'{setting} with restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: adapters change a '
-            'trained model as it is stored: name its checkpoint, with restore.dtype=float32'
+            f'restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: {setting} needs a checkpoint, and float32'
         )
     if not chosen.path:
         return Start(0, False, leaves={}, base={}, vocabulary_model=b'', description='From scratch')
@@ -111,7 +107,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     # Open the checkpoint.
     try:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
-    except (ValueError, OSError) as error:
+    except (Refused, OSError) as error:
         raise Refused(f'restore.path={chosen.path}: {error}') from error
     formats.open.check_family(opened.directory, wanted.model_config)
     if chosen.strict:
@@ -138,41 +134,24 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         index = only_parameters(index)
     for path in adapters:
         expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}', None)
-        if f'{checkpoint.PARAMETER_PREFIX}{path}' in index:
-            raise Refused(
-                f'restore.path={chosen.path} has {path} itself, which this run trains: name the base on which it '
-                'was trained'
-            )
     # New rows of the token table, and columns of the logits.
     of_vocabulary = vocabulary_paths(wanted.model_config)
     grown = with_new_rows(index, expected, of_vocabulary)
     untrained = of_vocabulary.difference(wanted.trained)
     if grown and adapters and untrained:
-        patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
-        if config.model.lora_rank:
-            patterns.append(model.ADAPTER)
-        trainable = '|'.join(filter(None, patterns))
         raise Refused(
-            f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows of '
-            f'tokens, and the run trains adapters alone: set optimizer.trainable={trainable!r}'
+            f'optimizer.trainable must match the adapters and {first_ten(sorted(untrained))}, which get new rows'
         )
     index |= grown
     try:
         leaves = choose(index, expected, chosen.only, chosen.strict)
-    except re.error as error:
+    except (Refused, re.error) as error:
         raise Refused(
-            f'restore.only={chosen.only!r} is not a regular expression: {error}'
+            f'restore.path={chosen.path}, restore.only={chosen.only!r}: {error}: change it, or set restore.strict=False'
         ) from error
-    except ValueError as error:
-        remedy = "leave those out with restore.only, as '(?!.*mlp).*' does all MLPs"
-        with contextlib.suppress(ValueError):
-            choose(index, expected, chosen.only, strict=False)
-            remedy += ', or whatever only one of them has with restore.strict=False'
-        raise Refused(f'restore.path={chosen.path}: {error}: {remedy}') from error
     if adapters and not leaves.keys() == index.keys() == expected.keys():
         raise Refused(
-            f'restore.only={chosen.only!r}, restore.strict={chosen.strict}: {setting} needs '
-            "just the parameters of the base: set restore.only='target/.*' and restore.strict=True"
+            f'restore.path={chosen.path}: {setting} needs just its parameters: set restore.only=target/.*, restore.strict=True'
         )
     has_slots = any(is_slot(path) for path in leaves)
     if has_slots:
@@ -180,38 +159,27 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     step = formats.open.saved_step(leaves)  # 0 if it is not restored
     if step >= config.train.steps and not config.train.relative_steps:
         raise Refused(
-            f'restore.path={chosen.path} has taken {step:,} of {config.train.steps:,}: set more '
-            "train.steps, or train.relative_steps, or restore.only='target/.*' to start at step 0"
+            f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only'
         )
 
     # data.vocabulary takes precedence over the checkpoint's own vocabulary.
+    name = config.data.vocabulary
+    extra_ids = config.data.extra_ids
     vocabulary_model = b''
-    if config.data.vocabulary:
-        if any(f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves for path in of_vocabulary):
-            check_keeps_ids(config, opened.directory)
-    if not config.data.vocabulary:
-        vocabulary = find_vocabulary(opened.directory)
-        if vocabulary is None or not vocabulary.model:
-            raise Refused(
-                f'restore.path={chosen.path} brings no SentencePiece model, which its embeddings need: '
-                'name its own with data.vocabulary'
-            )
-        extra_ids = config.data.extra_ids
-        recorded = stored_data(opened.directory, extra_ids)['extra_ids']
-        if extra_ids != recorded == vocabulary.num_extra_ids:  # the model has none of its own
-            raise Refused(
-                f'data.extra_ids={extra_ids}: restore.path={chosen.path} was trained with {recorded} '
-                f'sentinels, which would have other ids: set data.extra_ids={recorded}'
-            )
-        vocabulary_model = vocabulary.model
+    if name:
+        vocabulary = named_vocabulary('data.vocabulary', name, extra_ids)
+    else:
+        own = find_vocabulary(opened.directory)
+        if own is None or not own.model:
+            raise Refused(f'restore.path={chosen.path} has no vocabulary: set data.vocabulary')
+        vocabulary_model = own.model
+        vocabulary = of_model(own.model, extra_ids)
+    if any(f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves for path in of_vocabulary):
+        check_keeps_ids(config, opened.directory, vocabulary)
 
     # Adapters may begin with values that are made from the base.
     made = wanted.model_config.modules.initial_adapters
     if adapters and made is not None:
-        if config.data.vocabulary:
-            vocabulary = named_vocabulary(
-                'data.vocabulary', config.data.vocabulary, config.data.extra_ids
-            )
         read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
         initial = made(wanted.model_config, read, vocabulary, config.seed)
         leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in initial.items()}
@@ -298,7 +266,7 @@ def with_new_rows(
 
 
 def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:
-    """Raise ValueError if the restored optimizer state has gradients of a loss with another divisor.
+    """Raise Refused if the restored optimizer state has gradients of a loss with another divisor.
 
     Second moments that are larger by the square of 16,384 make updates smaller by 16,384, for thousands of steps.
     """
@@ -306,29 +274,22 @@ def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:
     wanted = config.loss.loss_normalizing_factor
     if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(wanted):
         raise Refused(
-            f'loss.loss_normalizing_factor={wanted!r}: restore.path={config.restore.path} was trained with {own!r}, '
-            f'and its optimizer state is of that scale: set loss.loss_normalizing_factor={own!r}, or '
-            "restore.only='target/.*' to begin with a new optimizer state"
+            f'loss.loss_normalizing_factor={wanted!r}: restore.path was trained with {own!r}: use that'
         )
 
 
-def check_keeps_ids(config: ConfigDict, directory: paths.AnyPath) -> None:
-    """Raise ValueError if data.vocabulary has another id for a token of the checkpoint's own vocabulary."""
-    name = config.data.vocabulary
-    extra_ids = config.data.extra_ids
-    named = named_vocabulary('data.vocabulary', name, extra_ids)
-    named = add_tokens(named, config.data.added_tokens)
-    own = own_vocabulary(directory, extra_ids)
-    change = changed_id(own, named) if own else ''
+def check_keeps_ids(config: ConfigDict, directory: paths.AnyPath, vocabulary: Vocabulary) -> None:
+    """Raise Refused if the run's vocabulary has another id for a token of the checkpoint's own."""
+    vocabulary = add_tokens(vocabulary, config.data.added_tokens)
+    own = own_vocabulary(directory, config.data.extra_ids)
+    change = changed_id(own, vocabulary) if own else ''
     if own and change:
         taken = 'bytes' if isinstance(own, ByteVocabulary) else "''"
         raise Refused(
-            f'data.vocabulary={name!r}, data.extra_ids={extra_ids}: {change} in the vocabulary of '
-            f'restore.path={config.restore.path}, whose embeddings are restored: set data.vocabulary={taken}, '
-            f'data.extra_ids={own.num_extra_ids}, or leave the embeddings out with '
-            "restore.only='(?!.*(token_embedder|logits_dense)).*'"
+            f'data.vocabulary={config.data.vocabulary!r}, data.extra_ids={config.data.extra_ids}: {change}: '
+            f'restore.path={config.restore.path} needs data.vocabulary={taken}, data.extra_ids={own.num_extra_ids}'
         )
-    check_tokens(directory, named)
+    check_tokens(directory, vocabulary)
 
 
 def with_last_step(config: ConfigDict, folder: paths.AnyPath, start: Start) -> ConfigDict:
@@ -342,8 +303,7 @@ def with_last_step(config: ConfigDict, folder: paths.AnyPath, start: Start) -> C
         old = json.loads(file.read_bytes())['train']
         if not old['relative_steps']:
             raise Refused(
-                f'train.relative_steps={relative_steps}: the run in {folder} began with '
-                f'train.steps={old["steps"]}: set that, or name another --workdir'
+                f'train.relative_steps={relative_steps}: {folder} began with train.steps={old["steps"]}: set that'
             )
         first_step = old['steps'] - old['relative_steps']
     config = config.copy_and_resolve_references()
@@ -366,14 +326,13 @@ def choose(
 ) -> dict[str, Any]:
     """Return the leaves of `index` to restore: their whole path matches `pattern`.
 
-    Raises ValueError for other shapes than `expected` and, if `strict`, for matching paths that only `index` or
+    Raises Refused for other shapes than `expected` and, if `strict`, for matching paths that only `index` or
     only `expected` has. Without `strict` these are left out.
     """
     found = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
     known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
     if not found:
-        example = max(index, default='')
-        raise Refused(f'{pattern!r} matches no path of it: they are like {example}')
+        raise Refused(f'{pattern!r} matches no path, such as {max(index, default="")}')
     if not strict:
         found = {path: leaf for path, leaf in found.items() if path in known}
         known = {path: known[path] for path in found}

@@ -186,12 +186,11 @@ class Stopped(Exception):
 def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
     """Open the sources of the tasks of infer_eval.task, or of data.task, that can be evaluated.
 
-    Of a mixture the tasks without metrics or without the split are left out. Raises ValueError if none
-    is left.
+    Of a mixture the tasks without metrics or without the split are left out. Raises Refused if none is left.
     """
     if config.decode.num_return > 1:
         raise Refused(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
-    decoding_of(config.decode)  # raises ValueError for what does not fit together
+    decoding_of(config.decode)  # raises Refused for options that do not fit together
     opened: dict[str, OpenTask] = {}
     for name in (config.infer_eval.task or config.data.task).split(','):
         data_config = tasks.open.settings_of_task(config.data, name.strip())
@@ -203,9 +202,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
                     of_name[task.name] = tasks.open.opened_task(task, source)
         if not of_name:
             raise Refused(
-                f'{name.strip()!r} has no task with metrics, inputs and the split {split!r}: evaluate another one '
-                '(infer_eval.task) or split (infer_eval.split, --split; data.test_files has test), or give it '
-                'metric_fns in data.module'
+                f'infer_eval.task={name.strip()!r} has no metrics, inputs or split {split!r}: name another'
             )
         opened |= of_name
     return list(opened.values())
@@ -218,9 +215,9 @@ def read_tasks(
     opened: Sequence[OpenTask],
     report: Callable[[str], object],
 ) -> list[EvaluatedTask]:
-    """Read the examples of tasks, and report what the vocabulary and the metrics do to them. Raises ValueError."""
+    """Read the examples of tasks, and report what the vocabulary and the metrics do to them."""
     decoding = decoding_of(config.decode, vocabulary)
-    infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises ValueError
+    infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises Refused
     found = []
     for open_task in opened:
         task = read_task(open_task, config, split, vocabulary, decoding)
@@ -241,7 +238,7 @@ def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
         if not task.task.takes_inputs:
             continue
         examples: list[Example] = []
-        with contextlib.suppress(ValueError):  # a bad record, which training reports at its step
+        with contextlib.suppress(Exception):  # of a record: training raises it again at its step
             examples.extend(read_split(task, 'train', FIRST_TEXTS))
         changes = text_changes(examples, task.vocabulary)
         if changes is not None:
@@ -269,9 +266,7 @@ def read_task(
     examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
     texts = {example.text('targets', vocabulary) for example in examples}
     if texts <= {'', UNKNOWN}:
-        raise Refused(
-            f'task {opened.name!r} has no example with a target in split {split!r}: evaluate another split'
-        )
+        raise Refused(f'task {opened.name!r} has no target in split {split!r}: name another')
     content = hashlib.blake2b(digest_size=16)
     for example in examples:
         assert example.targets is not None
@@ -402,8 +397,7 @@ def compute_metrics(
         outputs = scores if takes_scores(metric_fn) else predictions
         assert outputs is not None
         for name, value in task.task.metric(metric_fn, list(targets), list(outputs)).items():
-            if name in values:
-                raise Refused(f'task {task.name!r}: two metrics give {name!r}: rename one of them')
+            assert name not in values, f'two metrics of task {task.name!r} give {name!r}'
             values[name] = value
     return TaskResults(values, lines)
 
@@ -432,10 +426,9 @@ def write_results(
 def check_best_metric(
     config: ConfigDict, held_out: Stream, evaluated_tasks: Sequence[EvaluatedTask]
 ) -> None:
-    """Raise ValueError unless one of the evaluations of a run gives `save.best_metric`.
+    """Raise Refused unless one of the evaluations of a run gives `save.best_metric`, and can exceed 0 if it has to.
 
-    The names of task metrics are those of the targets, taken as answers. Raise ValueError also if a metric
-    whose higher values are better cannot exceed 0.
+    The names of task metrics are those of the targets, taken as answers.
     """
     metric = config.save.best_metric
     available = []
@@ -451,30 +444,24 @@ def check_best_metric(
         scores = [0.0] * len(task.examples)
         for name in compute_metrics(task, answers, scores).values:
             available.append(best.metric_name(run, name))
-            if best.metric_name(run, name) == metric and config.save.best_is == 'higher':
-                check_can_exceed_zero(task, name, metric, answers)
+            is_chosen = available[-1] == metric and config.save.best_is == 'higher'
+            if is_chosen and cannot_exceed_zero(task, name, answers):
+                raise Refused(
+                    f'save.best_metric={metric!r} is at most 0, even for the targets: name a loss, or data.vocabulary'
+                )
     if metric not in available:
         nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
         raise Refused(f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one')
 
 
-def check_can_exceed_zero(
-    task: EvaluatedTask, name: str, metric: str, best_answers: Sequence[str]
-) -> None:
-    """Raise ValueError if a metric of answers is 0 for the best ones, and not less for empty ones."""
+def cannot_exceed_zero(task: EvaluatedTask, name: str, best_answers: Sequence[str]) -> bool:
+    """Return whether a metric of answers is 0 for the best ones, and not less for empty ones."""
     limit = metrics_of_answers(task, best_answers).get(name, math.inf)
     if not limit <= 0:
-        return
+        return False
     with contextlib.suppress(Exception):  # the metric cannot take empty answers
-        if metrics_of_answers(task, [''] * len(best_answers))[name] < limit:
-            return
-    reason = 'it is so for answers that are the targets'
-    if task.changes is not None and task.changes.num_changed['targets']:
-        reason = str(task.changes)
-    raise Refused(
-        f'save.best_metric={metric!r} cannot exceed {limit:g}: {reason}: name another metric, such as '
-        f'training_eval/{task.name}/loss with save.best_is=lower, or another vocabulary, such as data.vocabulary=bytes'
-    )
+        return not metrics_of_answers(task, [''] * len(best_answers))[name] < limit
+    return True
 
 
 def validation_tags(config: ConfigDict) -> list[str]:

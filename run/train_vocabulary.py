@@ -25,7 +25,7 @@ def find_or_train_vocabulary(
     """Return the vocabulary of a run, with `config.added_tokens`.
 
     It is what `config.vocabulary` names, else the SentencePiece `model` of a restored checkpoint, else
-    workdir/vocabulary.model, else one trained on `texts`. Raises ValueError if another model is in the workdir,
+    workdir/vocabulary.model, else one trained on `texts`. Raises Refused if another model is in the workdir,
     and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
     """
     kept = workdir / 'vocabulary.model'
@@ -45,13 +45,11 @@ def find_or_train_vocabulary(
         vocabulary = add_tokens(vocabulary, config.added_tokens)
         origin += f' with data.added_tokens={tuple(config.added_tokens)}'
     if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
-        raise Refused(
-            f'{kept} differs from {origin}: remove it, change data.vocabulary, or name another --workdir'
-        )
+        raise Refused(f'{kept} differs from {origin}: remove it, or change data.vocabulary')
     if vocabulary.size > max_size:
+        enough = -(-vocabulary.size // 128) * 128
         raise Refused(
-            f'model.vocab_size={max_size} is too small for {vocabulary.size} pieces; use '
-            f'{-(-vocabulary.size // 128) * 128}'  # a multiple of 128
+            f'model.vocab_size={max_size}: the vocabulary has {vocabulary.size}: use {enough}'
         )
     return vocabulary
 
@@ -59,9 +57,10 @@ def find_or_train_vocabulary(
 def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     """Return a SentencePiece unigram model of at most `num_pieces` pieces, the same every time."""
     model = io.BytesIO()
+    lines = list(sample_lines(texts))  # an error of reading them is not SentencePiece's
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sample_lines(texts),
+            sentence_iterator=iter(lines),
             model_writer=model,
             model_type='unigram',
             vocab_size=num_pieces,
@@ -77,10 +76,8 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     except RuntimeError as error:
         sizes = re.search(r'smaller than required_chars\. \d+ vs (\d+)', str(error))
         least = sizes[1] if sizes else 4
-        one_line = ' '.join(str(error).split())
         raise Refused(
-            f'data.num_pieces={num_pieces} does not fit the corpus: use {least} or more, one for each of '
-            f'its characters, pad, EOS and unknown, and files with text ({one_line})'
+            f'data.num_pieces={num_pieces} does not fit the text: use {least} or more, or more text'
         ) from error
     return model.getvalue()
 
@@ -103,10 +100,7 @@ def training_texts(mixture: OpenMixture) -> Iterator[str]:
     readers = []
     for task in mixture.tasks:
         if task.source.is_tokenized:
-            raise Refused(
-                "data.vocabulary='' would train a vocabulary, and the ids of a task cache have one: "
-                'name it with data.vocabulary'
-            )
+            raise Refused("data.vocabulary='': name the vocabulary of the task cache")
         records = (document.record for document in task.source.documents('train', share))
         readers.append(itertools.chain.from_iterable(map(task.texts_of, records)))
     for example_of_each in itertools.zip_longest(*readers, fillvalue={}):

@@ -19,7 +19,7 @@ def newest_valid(
 ) -> int | None:
     """Return the newest step that verifies; None if `workdir` has no checkpoint. Every process calls it.
 
-    Reports a damaged checkpoint in one line and renames it `checkpoint_STEP.damaged-N`. Raises ValueError if no
+    Reports a damaged checkpoint in one line and renames it `checkpoint_STEP.damaged-N`. Raises Refused if no
     other is left, and OSError for one that cannot be read, which may be valid and stays. In a bucket, leaves out
     unfinished ones.
     """
@@ -41,8 +41,5 @@ def newest_valid(
         x for x in checkpoint.list_folder(workdir) if x.match('checkpoint_*.damaged-*')
     )
     if damaged:
-        raise Refused(
-            f'{workdir} has only damaged checkpoints, the last {damaged[-1].name}: repair one and '
-            'name it checkpoint_STEP, or use another workdir'
-        )
+        raise Refused(f'{workdir} has only damaged checkpoints, such as {damaged[-1].name}')
     return None

@@ -18,6 +18,7 @@ import paths
 import tasks
 import tasks.open
 from formats.vocabulary import named_vocabulary
+from messages import Refused
 from modes import cache as cache_mode
 from modes import evaluate as evaluate_mode
 from prepare import prepare
@@ -154,36 +155,15 @@ def test_a_checkpoint_has_the_results_of_its_run(evaluated, compiled, tmp_path, 
 def test_the_settings_of_the_model_count(evaluated, tmp_path):
     flags = {'checkpoint': str(evaluated / 'run'), 'output_dir': str(tmp_path)}
     evaluation = evaluate_mode.prepare(None, {'model.num_encoder_layers': 5}, **flags)
-    with pytest.raises(ValueError, match='checkpoint_6: '):
+    with pytest.raises(Refused, match='checkpoint_6: '):
         evaluation.run()
-    with pytest.raises(ValueError, match='model.module='):
+    with pytest.raises(Refused, match='model.module='):
         evaluate_mode.prepare(None, {'model.module': 'nothing.py'}, **flags)
     changes = {'restore.dtype': 'bfloat16', 'infer_eval.task': 'rank'}
     evaluate_mode.prepare(None, changes, **flags).run()
     hashes = results.Results(tmp_path).entries('rank')
     assert hashes.keys() == {'6'}
     assert hashes != results.Results(evaluated / 'run').entries('rank')
-
-
-OTHER_FILE = 'data.validation_files={folder}/other.jsonl'
-OTHERS = {
-    'another file': ([OTHER_FILE], ['{folder}/other.jsonl', 'data.test_files', '--split=test']),
-    'another file by glob': (
-        ['data.validation_files={folder}/oth*.jsonl'],
-        ['{folder}/other.jsonl', 'data.test_files', '--split=test'],
-    ),
-    'gzipped': (
-        ['data.validation_files={folder}/other.jsonl.gz'],
-        ['{folder}/other.jsonl.gz', 'data.test_files', '--split=test'],
-    ),
-    'beams': (['decode.beam_size=4'], ['qa at step 6 ', 'decode.beam_size: 1 -> 4']),
-    'fewer examples': (['infer_eval.num_examples=3'], ['num_examples: 0 -> 3']),
-    'rounded parameters': (['restore.dtype=bfloat16'], ["restore.dtype: 'float32' -> 'bfloat16'"]),
-    'lengths': (['data.lengths.inputs=16'], ['data.lengths.inputs: 32 -> 16']),
-    'all steps': (['decode.alpha=1.0', '--step=all'], ['qa at step 3, 6 ']),
-    'all steps as they appear': (['decode.alpha=1.0', '--watch'], ['qa at step 3, 6 ']),
-    'a checkpoint': (['decode.alpha=1.0', '--checkpoint={run}/checkpoint_3'], ['qa at step 3 ']),
-}
 
 
 @pytest.fixture
@@ -195,73 +175,80 @@ def evaluated_copy(evaluated, tmp_path):
     return shutil.copytree(evaluated / 'run', tmp_path / 'run')
 
 
-def flags_of(settings, evaluated, run):
-    """Return the flags of an evaluation of `qa`, whose files the command line names."""
-    flags = ['--mode=evaluate', f'--checkpoint={run}', '--config.infer_eval.task=qa']
-    for setting in settings:
-        setting = setting.format(folder=run.parent, run=run)
-        if setting.startswith('data.validation_files'):
-            flags.append(f'--config.data.files={evaluated}/train.jsonl')
-        flags.append(setting if setting.startswith('--') else f'--config.{setting}')
-    return flags
+def evaluation_of(evaluated, run, changes, **flags):
+    """Return an evaluation of `qa`, as the command line prepares it."""
+    changes = {'mesh.data': 1, 'infer_eval.task': 'qa', **changes}
+    if 'data.validation_files' in changes:
+        changes['data.files'] = f'{evaluated}/train.jsonl'
+    flags = {'checkpoint': str(run), **flags}
+    return evaluate_mode.prepare(None, changes, **flags)
 
 
-@pytest.mark.parametrize('name', OTHERS)
-def test_other_files_and_settings_never_replace_the_results_of_a_run(
-    evaluated, evaluated_copy, command_line, name
-):
+def test_other_files_and_settings_never_replace_the_results_of_a_run(evaluated, evaluated_copy):
     """They are refused before anything is compiled, with what differs and where to write them."""
-    settings, named = OTHERS[name]
+    folder = evaluated_copy.parent
     before = files_of(evaluated_copy)
-    done = command_line(*flags_of(settings, evaluated, evaluated_copy))
-    assert done.status == 2, done.stdout
-    [line] = done.stderr.splitlines()
-    for part in [*named, '--output_dir']:
-        assert part.format(folder=evaluated_copy.parent) in line
+    for changes, flags, names in [
+        ({'data.validation_files': f'{folder}/oth*.jsonl'}, {}, [f'{folder}/other.jsonl']),
+        ({'data.validation_files': f'{folder}/other.jsonl.gz'}, {}, [f'{folder}/other.jsonl.gz']),
+        ({'decode.beam_size': 4}, {}, ['qa at step 6 ', 'decode.beam_size: 1 -> 4']),
+        ({'infer_eval.num_examples': 3}, {}, ['num_examples: 0 -> 3']),
+        ({'restore.dtype': 'bfloat16'}, {}, ["restore.dtype: 'float32' -> 'bfloat16'"]),
+        ({'data.lengths.inputs': 16}, {}, ['data.lengths.inputs: 32 -> 16']),
+        ({'decode.alpha': 1.0}, {'step': 'all'}, ['qa at step 3, 6 ']),
+        ({'decode.alpha': 1.0}, {'watch': True}, ['qa at step 3, 6 ']),
+        (
+            {'decode.alpha': 1.0},
+            {'checkpoint': f'{evaluated_copy}/checkpoint_3'},
+            ['qa at step 3 '],
+        ),
+    ]:
+        with pytest.raises(Refused) as error:
+            evaluation_of(evaluated, evaluated_copy, changes, **flags)
+        assert all(name in str(error.value) for name in [*names, '--output_dir'])
     assert files_of(evaluated_copy) == before
 
 
-def test_other_files_are_refused_before_the_run_has_results(
-    evaluated, evaluated_copy, command_line
-):
+def test_other_files_are_refused_before_the_run_has_results(evaluated, evaluated_copy, capsys):
     """Else they would have the name of its own. Its own file may have moved."""
     shutil.rmtree(evaluated_copy / 'inference_eval')
-    done = command_line(*flags_of([OTHER_FILE], evaluated, evaluated_copy))
-    assert done.status == 2 and f'{evaluated_copy.parent}/other.jsonl' in done.stderr
+    other = evaluated_copy.parent / 'other.jsonl'
+    with pytest.raises(Refused, match=str(other)):
+        evaluation_of(evaluated, evaluated_copy, {'data.validation_files': str(other)})
     moved = evaluated_copy.parent / 'moved.jsonl'
     shutil.copy(evaluated / 'validation.jsonl', moved)
     shutil.copytree(evaluated / 'run/inference_eval', evaluated_copy / 'inference_eval')
-    own = flags_of([f'data.validation_files={moved}'], evaluated, evaluated_copy)
-    done = command_line(*own)
-    assert done.status == 0 and 'Step 6: qa is evaluated already.' in done.stdout
+    evaluation_of(evaluated, evaluated_copy, {'data.validation_files': str(moved)}).run()
+    assert 'Step 6: qa is evaluated already.' in capsys.readouterr().out
 
 
-def test_a_file_that_was_edited_is_another_file(evaluated, evaluated_copy, command_line):
+def test_a_file_that_was_edited_is_another_file(evaluated, evaluated_copy):
     """Of the same name, and of the same size."""
     own = evaluated_copy.parent / 'validation.jsonl'
     text = (evaluated / 'validation.jsonl').read_text()
-    settings = [f'data.validation_files={own}']
+    changes = {'data.validation_files': str(own)}
     own.write_text(text)
-    assert command_line(*flags_of(settings, evaluated, evaluated_copy)).status == 0
+    evaluation_of(evaluated, evaluated_copy, changes)
     own.write_text(text.replace('"a": "yes"', '"a": "yez"'))
-    before = files_of(evaluated_copy)
-    done = command_line(*flags_of(settings, evaluated, evaluated_copy))
-    assert done.status == 2 and f'{own}: the run evaluated other files' in done.stderr
-    assert files_of(evaluated_copy) == before
+    with pytest.raises(Refused, match=str(own)):
+        evaluation_of(evaluated, evaluated_copy, changes)
 
 
-def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, command_line):
+def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, capsys):
     """The first has a column of its own; the second is refused, and may be written elsewhere."""
     folder = evaluated_copy.parent
     (folder / 'b').mkdir()
     for name, word in (('other.jsonl', 'maybe'), ('b/other.jsonl', 'never')):
         text = (evaluated / 'validation.jsonl').read_text().replace('perhaps', word)
         (folder / name).write_text(text)
+
+    def evaluate(name):
+        changes = {'data.test_files': f'{folder}/{name}'}
+        evaluation_of(evaluated, evaluated_copy, changes, split='test').run()
+
     table = (evaluated_copy / 'results.csv').read_text()
     events = sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir())
-    first = ['--split=test', 'data.test_files={folder}/other.jsonl']
-    done = command_line(*flags_of(first, evaluated, evaluated_copy))
-    assert done.status == 0, done.stderr
+    evaluate('other.jsonl')
     rows = (evaluated_copy / 'results.csv').read_text().splitlines()
     assert rows[0] == 'step,qa-test/em,qa-test/f1,' + table.splitlines()[0].removeprefix('step,')
     for row, row_before in zip(rows, table.splitlines(), strict=True):
@@ -270,12 +257,10 @@ def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, co
     assert sorted((evaluated_copy / 'inference_eval' / 'qa').iterdir()) == events
     assert metrics_of(evaluated_copy) == metrics_of(evaluated / 'run')  # they tell the best step
     before = files_of(evaluated_copy)
-    second = ['--split=test', 'data.test_files={folder}/b/other.jsonl']
-    done = command_line(*flags_of(second, evaluated, evaluated_copy))
-    assert done.status == 2 and 'qa-test at step 6 ' in done.stderr
-    assert "b/other.jsonl'" in done.stderr
-    done = command_line(*flags_of(first, evaluated, evaluated_copy))
-    assert done.status == 0 and 'qa-test is evaluated already' in done.stdout
+    with pytest.raises(Refused, match="qa-test at step 6 .*b/other.jsonl'"):
+        evaluate('b/other.jsonl')
+    evaluate('other.jsonl')
+    assert 'qa-test is evaluated already' in capsys.readouterr().out
     assert files_of(evaluated_copy) == before
 
 
@@ -361,11 +346,8 @@ def test_a_tokenizer_in_a_task_of_ones_own(evaluated, tmp_path):
     found = infer_eval.compute_metrics(task, answers, None).values
     assert found == {'bleu': pytest.approx(100), 'rougeL': 100.0}
     assert not any('tokenizer' in line for line in lines)
-    with pytest.raises(
-        ValueError, match="'odd': .*tokenizer='zhh' of bleu: .*none, zh, 13a"
-    ) as error:
+    with pytest.raises(Refused, match="tokenizer='zhh'"):
         read('odd', lines)
-    assert '\n' not in str(error.value)
     read('none', lines)
     assert "metrics.bleu, tokenizer='zh'" in lines[-1]
 
@@ -386,6 +368,8 @@ def test_short_targets_have_no_bleu(evaluated, tmp_path):
     assert lines == [line for line in lines if 'No target of t has 4 tokens' in line] != []
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_metric_of_another_script_on_the_command_line(evaluated, command_line, tmp_path):
     """Right answers to come: before the first of them is computed, it is said what they can have."""
     zh = ROOT / 'tests/golden/hunt/zh_memo.jsonl'
@@ -506,6 +490,7 @@ def test_a_limit_leaves_no_input_without_some_of_its_choices(evaluated, compiled
     assert [len(numbers[limit]) for limit in (1, 2, 3, 4, 5)] == [1, 3, 3, 6, 6]
 
 
+@pytest.mark.slow
 def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     """Refused before a model is there. A cache that --mode=cache makes has them."""
     config = make_config(evaluated)
@@ -534,8 +519,9 @@ def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
     del content['features']['is_correct']
     info.write_text(json.dumps(content))
     opened = infer_eval.open_tasks(config, 'validation')
-    with pytest.raises(ValueError, match='rank.*is_correct'):
+    with pytest.raises(KeyError, match='is_correct') as error:
         infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)
+    assert 'rank' in error.value.__notes__[0]
 
 
 def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
@@ -555,23 +541,17 @@ def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
     assert files_of(tmp_path / 'o')[name] == files_of(workdir)[name]
 
 
-@pytest.mark.parametrize(
-    'changes, named',
-    [
-        ({'save.best_metric': 'inference_eval/qa/f2'}, 'inference_eval/qa/f1'),
-        ({'save.best_metric': 'inference_eval/ranks/accuracy'}, 'inference_eval/rank/METRIC'),
-        ({'save.best_metric': 'training_eval/rank/accuracy'}, 'training_eval/qa/accuracy'),
-        ({'infer_eval.task': 'without_metrics', 'save.best_is': ''}, "'without_metrics'"),
-    ],
-)
-def test_training_refuses_what_cannot_be_evaluated(evaluated, tmp_path, changes, named):
+def test_training_refuses_what_cannot_be_evaluated(evaluated, tmp_path):
+    """The nearest metric is named first."""
     config = make_config(evaluated)
-    config.update_from_flattened_dict({'save.best_is': 'higher', **changes})
-    with pytest.raises(ValueError) as error:
-        prepare(config, tmp_path / 'run')
-    message = str(error.value)
-    assert named in message and '\n' not in message
-    assert changes.get('save.best_metric', '') in message
+    config.save.best_is = 'higher'
+    for config.save.best_metric, nearest in [
+        ('inference_eval/qa/f2', 'inference_eval/qa/f1'),
+        ('inference_eval/ranks/accuracy', 'inference_eval/rank/METRIC'),
+        ('training_eval/rank/accuracy', 'training_eval/qa/accuracy'),
+    ]:
+        with pytest.raises(Refused, match=f'{config.save.best_metric}.* {nearest}'):
+            prepare(config, tmp_path / 'run')
     assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
@@ -594,8 +574,7 @@ def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
 # Settings, flags, and what is named.
 BAD = [
     ({'infer_eval.task': 'without_metrics'}, {}, "'without_metrics'"),
-    ({'infer_eval.task': 'missing'}, {}, "'missing' .* split 'validation'"),
-    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'qa' .*split 'test'"),
+    ({'infer_eval.task': 'qa'}, {'split': 'test'}, "'qa' .*'test'"),
     ({}, {'split': 'dev'}, '--split=dev'),
     ({}, {'split': 'test'}, "'all' .*'test'"),
     ({'infer_eval.task': 'qa, span_corruption'}, {}, "'span_corruption'"),
@@ -603,64 +582,60 @@ BAD = [
     ({'decode.num_return': 2}, {}, 'decode.num_return=2'),
     ({'decode.beam_size': 2, 'decode.temperature': 1.0}, {}, 'beam'),
     ({}, {'step': '4'}, 'step=4: .* 3, 6'),
-    ({}, {'step': 'x'}, 'step=x'),
     ({}, {'step': '3', 'watch': True}, '--step=3 with --watch'),
-    ({}, {'path': 'checkpoint_3', 'watch': True}, '--watch: .*checkpoint_3 is not a run'),
-    ({}, {'path': 'checkpoint_3', 'step': 'all'}, '--step=all: .*checkpoint_3 is not a run'),
+    ({}, {'path': 'checkpoint_3', 'watch': True}, '--watch: .*checkpoint_3'),
+    ({}, {'path': 'checkpoint_3', 'step': 'all'}, '--step=all: .*checkpoint_3'),
     ({}, {'path': 'nothing'}, 'nothing'),
     ({}, {'output_dir': '/dev/null/x'}, '/dev/null/x: '),
     ({}, {'path': GOLDEN}, '--output_dir'),
-    ({'data.vocabulary': ''}, {'path': GOLDEN, 'output_dir': '/tmp'}, 'has no vocabulary'),
+    ({'data.vocabulary': ''}, {'path': GOLDEN, 'output_dir': '/tmp'}, 'data.vocabulary'),
 ]
 
 
-@pytest.mark.parametrize('changes, flags, named', BAD, ids=[row[-1] for row in BAD])
-def test_bad_input_is_refused_in_one_line(evaluated, changes, flags, named):
-    flags = flags | {'path': evaluated / 'run' / flags.get('path', '')}
-    with pytest.raises((ValueError, OSError), match=named) as error:
-        open_evaluation(evaluated, None, **flags, **changes)
-    assert '\n' not in str(error.value)
+def test_bad_input_is_refused(evaluated):
+    for changes, flags, named in BAD:
+        flags = flags | {'path': evaluated / 'run' / flags.get('path', '')}
+        with pytest.raises((Refused, OSError), match=named):
+            open_evaluation(evaluated, None, **flags, **changes)
 
 
 def test_another_vocabulary_is_refused(evaluated, uninterrupted):
-    with pytest.raises(ValueError, match="data.vocabulary='bytes'"):
+    with pytest.raises(Refused, match="data.vocabulary='bytes'"):
         open_evaluation(evaluated, None, path=uninterrupted)
 
 
-DAMAGED = [
-    ('inference_eval/qa-metrics.jsonl', x, 'last')
-    for x in DAMAGED_LINES['inference_eval/qa-metrics.jsonl']
-]
-DAMAGED += [('metrics.jsonl', x, 'best') for x in DAMAGED_LINES['metrics.jsonl'][:5]]
+def test_a_damaged_line_is_named(evaluated, tmp_path):
+    """run/results_test.py and report_test.py have all kinds of damage."""
+    folder = tmp_path / 'run'
+    for name, step in (('inference_eval/qa-metrics.jsonl', 'last'), ('metrics.jsonl', 'best')):
+        shutil.copytree(evaluated / 'run', folder)
+        damage_line(folder / name, 2, DAMAGED_LINES[name][0])
+        before = files_of(folder)
+        with pytest.raises(Refused) as error:
+            open_evaluation(evaluated, None, step=step, path=folder)
+        assert f'line 2 of {folder / name}' in str(error.value)
+        assert files_of(folder) == before
+        shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize('name, text, step', DAMAGED, ids=lambda text: text[:30])
-def test_a_damaged_line_is_named(evaluated, tmp_path, name, text, step):
-    shutil.copytree(evaluated / 'run', tmp_path / 'run')
-    damage_line(tmp_path / 'run' / name, 2, text)
-    before = files_of(tmp_path / 'run')
-    with pytest.raises(ValueError) as error:
-        open_evaluation(evaluated, None, step=step, path=tmp_path / 'run')
-    assert f'line 2 of {tmp_path / "run" / name}' in str(error.value)
-    assert files_of(tmp_path / 'run') == before
-
-
-def test_damaged_files_on_the_command_line(evaluated, command_line, tmp_path):
-    run = shutil.copytree(evaluated / 'run', tmp_path / 'run')
-    good = (run / 'config.json').read_text()
-    arguments = ['--mode=evaluate', f'--checkpoint={run}']
+def test_damaged_files_of_a_run(evaluated, tmp_path):
+    folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
+    good = (folder / 'config.json').read_text()
     odd = json.loads(good)
     odd['decode']['beam_size'] = 'one'
     for text in (good[:99], '[1]', json.dumps(odd)):
-        (run / 'config.json').write_text(text)
-        result = command_line(*arguments)
-        assert result.status == 2 and len(result.stderr.splitlines()) == 1
-        assert f'{run}/config.json' in result.stderr
-    (run / 'config.json').write_text(good)
-    (run / 'results.csv').write_text('odd')
-    result = command_line(*arguments, '--config.infer_eval.task=rank')
-    assert result.status == 0, result.stderr
-    assert (run / 'results.csv').read_text() == (evaluated / 'run/results.csv').read_text()
+        (folder / 'config.json').write_text(text)
+        with pytest.raises(Refused, match=f'{folder}/config.json'):
+            evaluation_of(evaluated, folder, {})
+    (folder / 'config.json').write_text(good)
+    (folder / 'results.csv').write_text('odd')
+    evaluation_of(evaluated, folder, {'infer_eval.task': 'rank'}).run()
+    assert (folder / 'results.csv').read_text() == (evaluated / 'run/results.csv').read_text()
+    files = folder / 'checkpoint_6/data_files.json'
+    for text in ('[{', '[1]', '[{"path": "x"}]'):
+        files.write_text(text)
+        with pytest.raises(Refused, match=str(files)):
+            evaluation_of(evaluated, folder, {})
 
 
 def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path, monkeypatch):
@@ -668,7 +643,7 @@ def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path
     (open_path / 'there').mkdir(mode=0o555)
     chosen = evaluate_mode.Chosen(evaluated / 'run', is_run=True, steps=[6])
     for name in ('there', 'there/new/below'):
-        with pytest.raises(ValueError) as error, another_user():
+        with pytest.raises(Refused) as error, another_user():
             evaluate_mode.output_folder(chosen, str(open_path / name))
         assert str(open_path / name) in str(error.value)
     task = {'infer_eval.task': 'rank'}
@@ -676,7 +651,7 @@ def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path
     with monkeypatch.context() as patch:
         full = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
         patch.setattr(os, 'fsync', lambda descriptor: full.write(b'a'))
-        with pytest.raises(OSError, match='No space left') as error:
+        with pytest.raises(OSError) as error:
             evaluation.run()
     assert str(open_path / 'out') in str(error.value)
     evaluation.run()
@@ -713,11 +688,11 @@ def test_the_command_line(evaluated, command_line):
     result = command_line(mode, f'--checkpoint={evaluated / "run"}', '--step=3')
     assert result.status == 0, result.stderr
     assert 'Step 3: rank_by_length is evaluated already' in result.stdout
-    result = command_line(mode)
-    assert (result.status, result.stdout) == (2, '')
-    assert '--checkpoint=RUN' in result.stderr
+    with pytest.raises(Refused, match='--checkpoint'):
+        evaluate_mode.prepare(None, {}, checkpoint='')
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_is_killed_goes_on(evaluated, command_line, tmp_path):
     """Killed when the first results are there, before the others are."""

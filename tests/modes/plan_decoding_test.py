@@ -3,6 +3,7 @@
 import pytest
 from runs import small_config
 
+from messages import Refused
 from modes import plan_decoding
 from prepare import make_spec
 from run import memory
@@ -62,7 +63,7 @@ def test_what_does_not_fit_is_refused_for_a_run_that_decodes(every_steps, monkey
     assert planned.step is None
     assert 'does NOT fit' in ''.join(plan_decoding.lines_of(planned, spec))
     if every_steps:
-        with pytest.raises(ValueError, match='infer_eval.every_steps'):
+        with pytest.raises(Refused, match='infer_eval.every_steps'):
             plan_decoding.check_fits(planned)
     else:
         plan_decoding.check_fits(planned)

@@ -12,9 +12,10 @@ from runs import ROOT, small_config
 
 import partition
 import train
+from messages import Refused
 from modes import plan
 from modes.collectives import Collective, collectives_of
-from modes.topology import CHIPS, GPU_PLUGINS, devices_of
+from modes.topology import CHIPS, devices_of
 from prepare import make_spec
 from run import memory
 
@@ -72,9 +73,9 @@ def written(spec):
     [
         (2, 2, 2, {}),
         pytest.param(8, 1, 1, {}, marks=SLOW),
-        pytest.param(1, 8, 1, {}, marks=SLOW),
-        pytest.param(1, 1, 8, {}, marks=SLOW),
-        pytest.param(1, 4, 2, TWO_LAYERS, marks=SLOW),
+        pytest.param(1, 8, 1, {}, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(1, 1, 8, {}, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(1, 4, 2, TWO_LAYERS, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(1, 4, 2, TWO_LAYERS | {'remat': 'full', 'scan_layers': True}, marks=SLOW),
     ],
 )
@@ -104,7 +105,10 @@ def flops_of_products(jaxpr, times=1):
     return total
 
 
-@pytest.mark.parametrize('activations', [('gelu', 'linear'), ('relu',)])
+@pytest.mark.parametrize(
+    'activations',
+    [('gelu', 'linear'), pytest.param(('relu',), marks=[pytest.mark.slow, pytest.mark.long])],
+)
 def test_the_formula_counts_the_products_of_a_layer(activations):
     """Of an encoder layer and a decoder layer: what two of each have more than one."""
     found = []
@@ -124,7 +128,9 @@ def test_the_formula_counts_the_products_of_a_layer(activations):
 TOO_LARGE = ['--config.model.emb_dim=16384', '--config.model.mlp_dim=1048576']
 
 
-@pytest.mark.parametrize('is_restored', [False, True])
+@pytest.mark.parametrize(
+    'is_restored', [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_a_model_that_does_not_fit(command_line, uninterrupted, tmp_path, is_restored):
     """Opening a checkpoint starts JAX: its devices are named before."""
     arguments = [f'--config={ROOT}/configs/tiny.py', '--topology=cpu:2', *TOO_LARGE]
@@ -135,7 +141,7 @@ def test_a_model_that_does_not_fit(command_line, uninterrupted, tmp_path, is_res
     assert (f'restore.path={uninterrupted}' in done.stdout) == is_restored
     assert ' on 2 devices (cpu)' in done.stdout
     assert done.stdout.splitlines()[-1] == 'Fits: NO'
-    assert 'parameters and optimizer state take' in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -173,7 +179,7 @@ def test_the_smallest_change_that_fits(monkeypatch):
     need = memory.step_bytes(train.compile_step(spec), spec.mesh, state_bytes=0)
     monkeypatch.setattr(memory, 'memory_limit', lambda mesh: 0.9 * need)
     lines = plan.lines_of(config, spec, jax.devices())
-    with pytest.raises(ValueError, match='fits: --config.train.num_microbatches=auto, in 2'):
+    with pytest.raises(Refused, match='--config.train.num_microbatches=auto'):
         list(lines)
 
 
@@ -186,19 +192,19 @@ def test_a_table_goes_on_after_a_slice_that_fails(monkeypatch):
     header, first, *refused, last = plan.table(config)
     assert first.split()[:3] == ['cpu:8', '4x1x2', '1']
     assert first.split()[3] == last.split()[3]
-    assert 'cpu:7      not planned: mesh.data=-1' in refused[0]
-    assert refused[1] == 'v5e:nothing not planned: no such slice'
+    assert refused[0].startswith('cpu:7 ') and 'mesh.data=-1' in refused[0]
+    assert refused[1].startswith('v5e:nothing ')
     config.train.num_microbatches = 1
     monkeypatch.setattr(memory, 'memory_limit', lambda mesh: 1000)
     lines = plan.table(config)
-    assert 'NO: parameters and optimizer state take' in [next(lines) for _ in range(5)][1]
-    with pytest.raises(ValueError, match='fits on none'):
+    assert ' NO: ' in [next(lines) for _ in range(5)][1]
+    with pytest.raises(Refused, match='--topology=all'):
         next(lines)
 
 
 def fake_devices(topology):
     if topology.startswith('v5e'):
-        raise ValueError('no such slice')
+        raise Refused('no such slice')
     return jax.devices()[: int(topology.removeprefix('cpu:'))]
 
 
@@ -206,7 +212,8 @@ NEEDS_LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason="needs libtpu of the extra 'tpu'"
 )
 NEEDS_CUDA_PLUGIN = pytest.mark.skipif(
-    not any(map(importlib.util.find_spec, GPU_PLUGINS)), reason="needs the extra 'cuda'"
+    not any(map(importlib.util.find_spec, ('jax_cuda12_plugin', 'jax_cuda13_plugin'))),
+    reason="needs the extra 'cuda'",
 )
 
 
@@ -298,5 +305,5 @@ def test_meshes_on_a_torus():
     """An axis may take a part of a dimension of the torus; TPUs that are no box have no torus."""
     devices = devices_of('v5p:4x4x4')
     assert partition.make_mesh(data=4, fsdp=2, model=8, devices=devices).size == 64
-    with pytest.raises(ValueError, match='mesh.data=3, .* do not form a box'):
+    with pytest.raises(Refused, match='mesh.data=3'):
         partition.make_mesh(data=3, devices=devices)

@@ -24,6 +24,11 @@ CLOSED = f'standard output: Bad file descriptor: {errors.REMEDIES[9]}'
 FULL = f'standard output: No space left on device: {errors.FULL_REMEDY}'
 
 
+def long_forms(values):
+    """Return values for pytest.mark.parametrize that CI leaves out."""
+    return [pytest.param(*x, marks=[pytest.mark.slow, pytest.mark.long]) for x in values]
+
+
 def shell(command, folder, **environment):
     """Run `python main.py COMMAND` in a shell, which redirects its streams."""
     return subprocess.run(
@@ -35,18 +40,21 @@ def shell(command, folder, **environment):
     )
 
 
-@pytest.mark.parametrize('command', ['--help >&-', '--mode=tasks >&- <&-'])
+@pytest.mark.parametrize('command', ['--mode=tasks >&- <&-', *long_forms([['--help >&-']])])
 def test_a_closed_output_is_an_error(tmp_path, command):
     done = shell(command, tmp_path)
     assert (done.returncode, done.stderr) == (1, f'main.py: {CLOSED}\n')
 
 
+@pytest.mark.slow
 def test_a_closed_standard_error_is_none(tmp_path):
     done = shell('--mode=tasks 2>&- <&-', tmp_path)
     assert (done.returncode, done.stderr) == (0, '') and 'glue_cola_v002' in done.stdout
 
 
-@pytest.mark.parametrize('command', ['--help', '--mode=tasks', f'{INFER} --text=a'])
+@pytest.mark.parametrize(
+    'command', ['--mode=tasks', *long_forms([[f'{INFER} --text=a'], ['--help']])]
+)
 def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path, command):
     result = command_line.start(*command.split(), cwd=tmp_path, stdout='/dev/full').wait()
     assert (result.status, result.stderr.splitlines()[-1]) == (1, f'main.py: {FULL}')
@@ -66,7 +74,9 @@ def test_work_is_done_though_its_lines_cannot_be_printed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('command', ['--help', '--mode=tasks', '--nonsense', f'{INFER} --text=a'])
+@pytest.mark.parametrize(
+    'command', first_in_ci([f'{INFER} --text=a', '--nonsense', '--help', '--mode=tasks'])
+)
 @pytest.mark.parametrize(
     'streams, lines',
     first_in_ci(
@@ -94,11 +104,11 @@ def test_inference_without_standard_input(tmp_path):
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2
     done = shell(f'{INFER} --input=- <&-', tmp_path)
     assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr == 'main.py: --input=-: standard input is closed: name a file\n'
+    assert done.stderr.startswith('main.py: --input=-') and done.stderr.count('\n') == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['in.txt', '-'])
+@pytest.mark.parametrize('name', first_in_ci(['-', 'in.txt']))
 def test_the_reader_of_answers_ends(tmp_path, name):
     (tmp_path / 'in.txt').write_text('a\n' * 20_000)
     command = f'{INFER} --config.decode.max_length=1 --config.decode.batch_size=512 --input={name}'
@@ -132,7 +142,7 @@ def test_an_evaluation_needs_no_output(tmp_path, evaluated, streams):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('streams, status', [('>&-', 1), ('2>&-', 0), ('>&- 2>&-', 1)])
+@pytest.mark.parametrize('streams, status', first_in_ci([('>&- 2>&-', 1), ('>&-', 1), ('2>&-', 0)]))
 def test_a_conversion_is_done(tmp_path, streams, status):
     done = shell(f'--mode=convert --from={T5X} --to=converted {streams}', tmp_path)
     assert done.returncode == status and 'Traceback' not in done.stderr
@@ -147,7 +157,7 @@ def test_a_conversion_is_done(tmp_path, streams, status):
     [
         ('cuda', f'{TRAIN} --workdir=run'),
         *[
-            pytest.param(*row, marks=pytest.mark.slow)
+            pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.long])
             for row in (
                 ('nonsense', f'--mode=convert --from={T5X} --to=converted'),
                 ('tpu', f'{INFER} --text=a'),
@@ -163,7 +173,6 @@ def test_platforms_that_are_not_here(tmp_path, platforms, command):
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
     assert line.startswith(f'main.py: JAX_PLATFORMS={platforms}: ')
-    assert 'unset JAX_PLATFORMS' in line
 
 
 @pytest.mark.long
@@ -249,10 +258,14 @@ def test_a_program_starts_anew_once(tmp_path, options):
     'options, environment',
     [
         ([], {process.VARIABLE: ''}),
-        ([], {process.VARIABLE: 'glibc.malloc.check=0'}),
         (['-m', 'cProfile'], {}),
-        (['-mcProfile'], {}),
-        (['-m', 'pdb', '-c', 'continue'], {}),
+        *long_forms(
+            [
+                ([], {process.VARIABLE: 'glibc.malloc.check=0'}),
+                (['-mcProfile'], {}),
+                (['-m', 'pdb', '-c', 'continue'], {}),
+            ]
+        ),
     ],
 )
 def test_the_users_own_setting_and_debuggers_are_left_alone(tmp_path, options, environment):

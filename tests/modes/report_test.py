@@ -21,6 +21,7 @@ from report_runs import (
 )
 
 from formats import best
+from messages import Refused
 from modes import chart, report
 from modes.chart import Curve, Point
 
@@ -341,6 +342,7 @@ def test_the_page_stands_alone(tmp_path):
 # Size.
 
 
+@pytest.mark.slow
 def test_many_steps_and_long_predictions_fit(tmp_path):
     runs = []
     for name in 'abc':
@@ -464,22 +466,23 @@ DAMAGED = DAMAGED_LINES | {
 }
 
 
-@pytest.mark.parametrize(
-    'name, text', [(name, x) for name in DAMAGED for x in DAMAGED[name]], ids=lambda x: x[:50]
-)
-def test_a_damaged_line_is_named(tmp_path, name, text):
+@pytest.mark.parametrize('name', DAMAGED)
+def test_a_damaged_line_is_named(tmp_path, name):
     run = write_run(tmp_path / 'run', num_steps=3)
     for step in (1, 2, 3):
         write_results(run, 'qa', step, [QA, QA], f1=5.0)
-    named = str(run / name)
-    if name == 'config.json':
-        (run / name).write_text(text)
-    else:
-        damage_line(run / name, 2, text)
-        named = f'line 2 of {named}'
-    with pytest.raises(ValueError) as error:
-        report.write([str(run)])
-    assert named in str(error.value) and '\n' not in str(error.value)
+    file = run / name
+    valid = file.read_bytes() if file.exists() else b''
+    for text in DAMAGED[name]:
+        if name == 'config.json':
+            file.write_text(text)
+        else:
+            damage_line(file, 2, text)
+        with pytest.raises(Refused) as error:
+            report.write([str(run)])
+        assert ('' if name == 'config.json' else 'line 2 of ') + str(file) in str(error.value)
+        assert '\n' not in str(error.value)
+        file.write_bytes(valid)
     assert not (run / 'report.html').exists()
 
 
@@ -488,41 +491,39 @@ def test_a_folder_that_cannot_be_written_is_named(open_path, monkeypatch):
     run = write_run(open_path / 'run', num_steps=1)
     run.chmod(0o555)
     for output_dir in ('', run / 'new'):
-        with pytest.raises(ValueError) as error, another_user():
+        with pytest.raises(Refused) as error, another_user():
             report.write([str(run)], str(output_dir))
         assert str(output_dir or run) in str(error.value)
     run.chmod(0o755)
     monkeypatch.setattr(
         os, 'fsync', lambda descriptor: os.write(os.open('/dev/full', os.O_WRONLY), b'a')
     )
-    with pytest.raises(OSError, match='No space left') as error:
+    with pytest.raises(OSError) as error:
         report.write([str(run)], str(open_path / 'full'))
     assert str(open_path / 'full') in str(error.value)
 
 
-def test_bad_input(tmp_path, command_line):
+def test_bad_input(tmp_path, monkeypatch):
     runs = {name: write_run(tmp_path / 'runs' / name, num_steps=1) for name in 'abcdefghi'}
     (tmp_path / 'empty').mkdir()
     (tmp_path / 'file').write_text('')
     shutil.copytree(runs['a'], tmp_path / 'no steps')
     (tmp_path / 'no steps' / 'metrics.jsonl').write_text('')
     damage_line(shutil.copytree(runs['a'], tmp_path / 'cut') / 'metrics.jsonl', 1, '{"step": 3\n{}')
-    good = '--runs=runs/a'
-    for *arguments, named in (
-        ['--runs=', '--runs=RUN'],
-        ['--runs=none', '--runs=none'],
-        ['--runs=file', '--runs=file'],
-        ['--runs=empty', '--runs=empty'],
-        ['--runs=no steps', 'log.every_steps'],
-        ['--runs=cut', f'line 1 of {tmp_path}/cut/metrics.jsonl'],
-        ['--runs=runs', '--runs=runs has no results'],
-        ['--runs=gs://bucket/run', '--runs=gs://bucket/run'],
-        ['--runs=' + ','.join(f'runs/{name}' for name in runs), '--runs has 9 runs'],
-        [good, '--output_dir=file/x', 'file/x'],
-        [good, '--output_dir=/proc/x', '/proc/x'],
-        [good, '--workdir=x', '--workdir is not for --mode=report'],
-        [good, '--mode=train', '--config=x.py', 'x.py'],
+    monkeypatch.chdir(tmp_path)
+    for names, output_dir, named in (
+        ([], '', '--runs'),
+        (['none'], '', '--runs=none'),
+        (['file'], '', '--runs=file'),
+        (['empty'], '', '--runs=empty'),
+        (['no steps'], '', '--runs=no steps'),
+        (['cut'], '', f'line 1 of {tmp_path}/cut/metrics.jsonl'),
+        (['runs'], '', '--runs=runs'),
+        (['gs://bucket/run'], '', 'gs://bucket/run'),
+        ([f'runs/{name}' for name in runs], '', '--runs'),
+        (['runs/a'], 'file/x', 'file/x'),
+        (['runs/a'], '/proc/x', '/proc/x'),
     ):
-        result = command_line('--mode=report', *arguments, cwd=tmp_path)
-        assert result.status == 2 and not result.stdout
-        assert len(result.stderr.splitlines()) == 1 and named in result.stderr, result.stderr
+        with pytest.raises((Refused, OSError)) as error:
+            report.write(names, output_dir)
+        assert named in str(error.value)

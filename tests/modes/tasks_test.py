@@ -24,6 +24,7 @@ def run(command_line, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_reader_may_stop_early():
     """As in `python main.py --mode=tasks | head -1`."""
     command = [sys.executable, str(ROOT / 'main.py'), '--mode=tasks', 't0_train']
@@ -51,8 +52,7 @@ def test_a_mixture_says_what_to_put_where(run, tmp_path):
     assert rows[0] == 'glue_v002_proportional, a mixture of 11 tasks'
     assert rows[1].split()[:3] == ['8,551', '0.90%', 'glue_cola_v002:']
     assert len(rows) == 12
-    assert f"data.tfds='glue/cola:1.0.0': {tmp_path} does not hold this data set" in done.stderr
-    assert "prepare it there with 'tfds build glue/cola'" in done.stderr
+    assert "data.tfds='glue/cola:1.0.0'" in done.stderr and 'tfds build glue/cola' in done.stderr
 
 
 def test_a_mixture_of_unknown_size(run, tmp_path):
@@ -91,7 +91,9 @@ def test_a_mixture_that_is_evaluated_alone(run, tmp_path):
         assert '1 text file(s), 21 bytes' in done.stdout
 
 
-@pytest.mark.parametrize('vocabulary', ['', 'bytes'])
+@pytest.mark.parametrize(
+    'vocabulary', ['bytes', pytest.param('', marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_examples_of_a_task(run, tmp_path, vocabulary):
     (tmp_path / 'cola.jsonl').write_text((json.dumps(COLA) + '\n') * 5)
     files = f'--config.data.files={tmp_path}/cola.jsonl'
@@ -142,30 +144,19 @@ def test_examples_without_an_input(run, tmp_path):
         assert f'  ids of the targets: {[*(byte + 3 for byte in answer), 1]}' in done.stdout
 
 
+# The words of a command, its status, and what its line names. refusals_test.py has settings.
 WRONG = [
-    (['glue_cola'], 2, "data.task='glue_cola' is unknown: the nearest names are glue_cola_v002"),
-    (['glue_cola_v002', '--config.data.tfds_dir=/nowhere'], 1, "with 'tfds build glue/cola'"),
-    (['t0_train', '--config.data.cache_dirs=/nowhere'], 2, 'data.cache_dirs'),
+    (['glue_cola_v002', '--config.data.tfds_dir=/nowhere'], 1, 'tfds build glue/cola'),
     (['en_mix', '--config.data.files=x'], 2, 'data.files'),
     (['glue_cola_v002', '--split=dev'], 2, '--split=dev'),
-    (['glue_cola_v002', '--examples=-1'], 2, '--examples=-1'),
     (['mnist', 'glue'], 2, "'glue'"),
     (['glue_v002_proportional', '--examples=2'], 2, '--examples'),
-    (['--vocabulary=bytes'], 2, '--vocabulary'),
     (['glue_cola_v002', '--config.data.inputs={sentence}'], 2, "data.inputs='{sentence}'"),
-    (
-        ['glue_v002_proportional', '--config.data.inputs={a}', '--config.data.targets={b}'],
-        2,
-        'data.targets',
-    ),
-    (['--config.model.emb_dim=0'], 2, 'model.emb_dim'),
-    (['--text=x'], 2, '--text'),
 ]
 
 
-@pytest.mark.parametrize('arguments, status, words', WRONG)
-def test_what_is_wrong_is_named(run, arguments, status, words):
-    done = run(*arguments)
-    assert done.status == status
-    [line] = done.stderr.splitlines()
-    assert line.startswith('main.py: ') and words in line
+def test_what_is_wrong_is_named(run):
+    for arguments, status, words in WRONG:
+        done = run(*arguments)
+        [line] = done.stderr.splitlines()
+        assert done.status == status and words in line

@@ -7,6 +7,7 @@ import json
 import pytest
 from runs import assert_same_run, small_config
 
+from messages import Refused
 from modes import train as train_mode
 from prepare import prepare
 
@@ -47,5 +48,5 @@ def test_steps_of_the_flag():
     assert not train_mode.parse('', 'gs://bucket/run')
     assert list(train_mode.parse('10:13', 'run')) == [10, 11, 12, 13]
     for text in ('3', ':3', '3:', '0:2', '3:2', '-1:2', '1:2:3', 'a:b', '1.0:2', '1:²'):
-        with pytest.raises(ValueError, match=f'^--profile={text}: write FIRST:LAST'):
+        with pytest.raises(Refused, match=f'--profile={text}'):
             train_mode.parse(text, 'run')

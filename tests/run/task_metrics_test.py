@@ -1,13 +1,16 @@
 """What the vocabulary changes of the texts of examples, before a run and beside its results."""
 
+import contextlib
 import json
 import re
+import types
 
 import numpy as np
 import pytest
 from runs import ROOT, Program, metrics_of, small_config
 
 import vocabulary as vocabularies
+from messages import Refused
 from prepare import prepare
 from run import task_metrics
 from run.examples import Example, text_changes
@@ -137,16 +140,6 @@ def test_a_run_and_an_evaluation_say_what_changes(tmp_path, command_line):
     assert json.loads(metrics) == {'step': 2, 'accuracy': 0.0}  # as SeqIO's logger writes it
 
 
-def test_a_best_metric_that_cannot_exceed_zero_on_the_command_line(tmp_path, command_line):
-    program = Program(tmp_path, str(MEMO), steps=2, log=1, save=2, evaluate=2)
-    best = {'save.best_metric': 'inference_eval/text_to_text/accuracy', 'save.best_is': 'higher'}
-    arguments = [*program.arguments(tmp_path / 'run'), *flags_of({**SETTINGS, **best})]
-    result = command_line(*arguments)
-    assert result.status == 2 and len(result.stderr.splitlines()) == 1
-    assert 'cannot exceed 0' in result.stderr and 'targets' in result.stderr
-    assert not (tmp_path / 'run/metrics.jsonl').exists() and 'ompil' not in result.stdout
-
-
 # The metric, which values are better, the vocabulary, and whether it is refused.
 BEST = [
     ('memo/accuracy', 'higher', '', True),
@@ -160,27 +153,33 @@ BEST = [
 ]
 
 
-@pytest.mark.parametrize('name, best_is, vocabulary, is_refused', BEST)
-def test_which_best_metrics_are_refused(
-    tmp_path, monkeypatch, name, best_is, vocabulary, is_refused
-):
-    changes = {'save.best_metric': f'inference_eval/{name}', 'save.best_is': best_is}
-    changes |= {'data.vocabulary': vocabulary, 'save.every_steps': 2}
-    config = memo_config(tmp_path, **changes)
-    monkeypatch.setattr('train.compile_step', None)  # it is reached
-    error = ValueError if is_refused else TypeError
-    with pytest.raises(error) as raised:
-        prepare(config, tmp_path / 'run')
-    assert ('cannot exceed 0' in str(raised.value)) == is_refused
+@pytest.fixture(scope='module')
+def pieces():
+    texts = [json.loads(line)['targets'] for line in MEMO.open()]
+    return vocabularies.SentencePieceVocabulary(train_vocabulary(texts, 60))
 
 
-def test_the_limits_of_metrics(tmp_path):
+def test_which_best_metrics_are_refused(tmp_path, pieces):
+    config = memo_config(tmp_path)
+    opened = task_metrics.open_tasks(config, 'validation')
+    tasks = {}
+    for name, vocabulary in (('', pieces), ('bytes', vocabularies.ByteVocabulary())):
+        tasks[name] = task_metrics.read_tasks(config, 'validation', vocabulary, opened, print)
+    held_out = types.SimpleNamespace(of_each_task=lambda: [])
+    for name, best_is, vocabulary, is_refused in BEST:
+        config.save.update(best_metric=f'inference_eval/{name}', best_is=best_is)
+        expected = contextlib.nullcontext()
+        if is_refused:
+            expected = pytest.raises(Refused, match=f'save.best_metric=.*{name}')
+        with expected:
+            task_metrics.check_best_metric(config, held_out, tasks[vocabulary])
+
+
+def test_the_limits_of_metrics(tmp_path, pieces):
     """Of those that are worse for the targets as the vocabulary decodes them, in both directions."""
     config = memo_config(tmp_path, **{'infer_eval.task': 'memo,strict'})
-    texts = [json.loads(line)['targets'] for line in MEMO.open()]
-    vocabulary = vocabularies.SentencePieceVocabulary(train_vocabulary(texts, 60))
     opened = task_metrics.open_tasks(config, 'validation')
-    memo, strict = task_metrics.read_tasks(config, 'validation', vocabulary, opened, print)
+    memo, strict = task_metrics.read_tasks(config, 'validation', pieces, opened, print)
     limits = {name: (limit.side, limit.value) for name, limit in memo.limits.items()}
     assert limits == {
         'accuracy': ('at most', 0),
@@ -194,7 +193,9 @@ def test_the_limits_of_metrics(tmp_path):
     assert ', of at most 0.000: ' in lines[1] and lines[3].startswith('memo: ')
 
 
-@pytest.mark.parametrize('vocabulary', ['', 'bytes'])
+@pytest.mark.parametrize(
+    'vocabulary', ['', pytest.param('bytes', marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_without_task_metrics_the_first_training_texts_are_compared(
     tmp_path, monkeypatch, capsys, vocabulary
 ):

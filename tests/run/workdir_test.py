@@ -18,6 +18,7 @@ import paths
 import train
 from configs import base
 from formats.best import read_metrics
+from messages import Refused
 from prepare import prepare
 from run import checks
 from run.lock import lock
@@ -107,22 +108,20 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_first_step(
     os.chmod(text, 0o644)
     os.chmod(folder, 0o555)
     monkeypatch.setattr(train, 'compile_step', None)  # comes after the check
-    with pytest.raises(OSError, match='ermission denied.*run/lock'), another_user():
+    with pytest.raises(OSError, match='run/lock'), another_user():
         prepare(small_config(text), folder)
     (folder / 'lock').touch()
     (folder / 'lock').chmod(0o666)
-    with pytest.raises(OSError, match='cannot hold checkpoints .*ermission'), another_user():
+    with pytest.raises(OSError, match=str(folder)), another_user():
         checks.check_saving(folder, num_bytes=1)
     os.chmod(folder, 0o755)
 
 
 def test_a_full_disk_is_reported_before_the_first_step(tmp_path):
-    with pytest.raises(OSError, match=r'has .* GB of free space, a checkpoint takes 1000000000\.0'):
+    with pytest.raises(OSError, match=r'1000000000\.0'):
         checks.check_saving(tmp_path, num_bytes=10**18)
-    with full_disk(16), pytest.raises(OSError) as refused:
+    with full_disk(16), pytest.raises(OSError, match=str(tmp_path)):
         checks.check_saving(tmp_path, num_bytes=1)
-    assert f'{tmp_path} cannot hold checkpoints' in str(refused.value)
-    assert 'name another --workdir' in str(refused.value)
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_anew(corpus, finished, tmp_path):
@@ -130,7 +129,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_anew(corpus, finished, 
     for step in (2, 3):
         shutil.rmtree(tmp_path / f'run/checkpoint_{step}')
     before = (tmp_path / 'run/metrics.jsonl').read_bytes()
-    with pytest.raises(ValueError, match='metrics of 3 steps but no checkpoint'):
+    with pytest.raises(Refused, match='metrics.jsonl'):
         prepare(small_config(corpus, steps=3), tmp_path / 'run')
     assert (tmp_path / 'run/metrics.jsonl').read_bytes() == before
     (tmp_path / 'run/metrics.jsonl').unlink()
@@ -160,7 +159,7 @@ def test_the_checkpoints_say_whose_a_folder_is(finished, tmp_path):
     checks.check_is_run(tmp_path / 'run')
     for copy in (tmp_path / 'run').glob('checkpoint_*/config.json'):
         copy.unlink()
-    with pytest.raises(ValueError, match='not a run of this program'):
+    with pytest.raises(Refused, match='checkpoint_2'):
         checks.check_is_run(tmp_path / 'run')
 
 
@@ -178,16 +177,14 @@ def test_other_files_in_the_folder_are_left_alone(corpus, tmp_path):
 def test_a_workdir_belongs_to_one_run(corpus, finished):
     config = small_config(corpus, steps=3)
     first = prepare(config, finished)
-    with pytest.raises(
-        ValueError, match=f'in use by process {os.getpid()} on .*prepared it before'
-    ):
+    with pytest.raises(Refused, match=f'process {os.getpid()} '):
         prepare(config, finished)
     train.train(first)
     assert train.train(prepare(config, finished)) == 0
-    with pytest.raises(ValueError, match='has ended: prepare it again'):
+    with pytest.raises(ValueError):
         train.train(first)
     for name in (None, '', 3):
-        with pytest.raises(ValueError, match='is not a path'):
+        with pytest.raises(Refused, match=f'{name!r}'):
             prepare(config, name)
 
 
@@ -286,7 +283,7 @@ def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
     monkeypatch.setattr(base, 'get_config', get_newer_config)
     config = small_config(corpus)
     config.optimizer.name = 'adamw'
-    with pytest.raises(ValueError, match="[(]optimizer/name: 'adafactor' -> 'adamw'[)]: use those"):
+    with pytest.raises(Refused, match="optimizer/name: 'adafactor' -> 'adamw'"):
         prepare(config, tmp_path / 'run')
     config.optimizer.name = 'adafactor'
     train.train(prepare(config, tmp_path / 'run'))
@@ -294,11 +291,11 @@ def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
     assert settings['optimizer']['name'] == 'adafactor'
 
 
-def as_saved_by_0_1_0(run, allowed, changes):
+def as_saved_by_0_1_0(run, changes):
     """Write into a run what only 0.1.0 kept: a setting, and how each file was cut into blocks."""
     for folder in (run, *run.glob('checkpoint_*')):
         settings = json.loads((folder / 'config.json').read_text())
-        settings['data']['allow_changed_files'] = allowed
+        settings['data']['allow_changed_files'] = True
         (folder / 'config.json').write_text(json.dumps(settings))
     for folder in run.glob('checkpoint_*'):
         files = json.loads((folder / 'data_files.json').read_text())
@@ -312,11 +309,10 @@ def as_saved_by_0_1_0(run, allowed, changes):
         (folder / 'manifest.json').write_bytes(content)
 
 
-@pytest.mark.parametrize('allowed', [False, True])
-def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, tmp_path, allowed):
+def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, tmp_path):
     """data.allow_changed_files is gone: a run whose files were never corrected needs none of it."""
     shutil.copytree(finished, tmp_path / 'run')
-    as_saved_by_0_1_0(tmp_path / 'run', allowed, changes=[])
+    as_saved_by_0_1_0(tmp_path / 'run', changes=[])
     prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')
     prepared.workdir.lock.close()
     assert prepared.progress.step == 3
@@ -331,10 +327,10 @@ def test_a_run_on_corrected_files_is_refused(corpus, finished, tmp_path):
     with open(moved, 'a') as file:
         file.write('one line more\n')
     config = small_config(str(moved), steps=3)
-    with pytest.raises(ValueError, match=r'made_up.txt \(changed\): restore those files, or'):
+    with pytest.raises(Refused, match='made_up.txt'):
         prepare(config, tmp_path / 'run')
-    as_saved_by_0_1_0(tmp_path / 'run', True, changes=[[2, [0, 1, 2, 3], [0, 1, 3, 4]]])
-    with pytest.raises(ValueError, match='this version does not do: name another --workdir'):
+    as_saved_by_0_1_0(tmp_path / 'run', changes=[[2, [0, 1, 2, 3], [0, 1, 3, 4]]])
+    with pytest.raises(Refused, match='--workdir'):
         prepare(small_config(corpus, steps=3), tmp_path / 'run')
 
 
