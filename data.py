@@ -115,10 +115,9 @@ class Denoising:
         self.raw_length = self.lengths.inputs - 1  # ids that fill a row
         if config.concatenate != 'auto':
             self.concatenates = config.concatenate == 'yes'
-        if self.lengths.inputs < self.min_inputs_length:
-            raise Refused(
-                f'data.lengths.inputs={self.lengths.inputs} is too short: use {self.min_inputs_length} or more'
-            )
+        length = self.lengths.inputs
+        if length < self.min_inputs_length:
+            raise Refused(f'data.lengths.inputs={length}: use {self.min_inputs_length} or more')
         self.set_lengths(config, vocabulary)
 
     def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
@@ -145,14 +144,13 @@ class Denoising:
         """Raise Refused unless a row has room for targets of `length`, EOS included."""
         targets = self.lengths.targets
         if targets < length:
-            raise Refused(f'data.lengths.targets={targets}: too short for the inputs; use {length}')
+            raise Refused(f'data.lengths.targets={targets}: too short for the inputs: use {length}')
 
     def check_sentinels(self, num_spans: int, vocabulary: Vocabulary) -> None:
         if vocabulary.num_sentinels < num_spans:
+            is_there = f'data.extra_ids={vocabulary.num_extra_ids}, data.lengths.inputs={self.lengths.inputs}'
             raise Refused(
-                f'data.lengths.inputs={self.lengths.inputs} gives {num_spans} noise spans for '
-                f'{vocabulary.num_sentinels} sentinels (data.extra_ids={vocabulary.num_extra_ids}): use more '
-                'sentinels, or shorter inputs'
+                f'{is_there}: {num_spans} sentinels are needed: use more, or shorter inputs'
             )
 
 
@@ -171,9 +169,7 @@ class SpanCorruption(Denoising):
             self.raw_length, self.noise_density, self.mean_span_length
         )
         if self.raw_length >= MAX_RAW_LENGTH:
-            raise Refused(
-                f'data.noise_density={self.noise_density}: rows of {MAX_RAW_LENGTH:,} or more tokens: lower it'
-            )
+            raise Refused(f'data.noise_density={self.noise_density} gives too long rows: lower it')
         self.check_targets(max(targets_length, MIN_LENGTH))
         self.check_sentinels(self.num_sentinels, vocabulary)
 

@@ -295,9 +295,7 @@ class T5:
         _check_one_each('prompts', of_prompts, ids)
         for i, prompt in enumerate(of_prompts):
             if not prompt.all() or len(prompt) > decoding.max_length:
-                raise Refused(
-                    f'prompts[{i}] has {len(prompt)} ids: not above max_length, and none 0'
-                )
+                raise Refused(f'prompts[{i}] must have at most max_length ids, none of them 0')
             if decoding.allowed and len(prompt):
                 words = words_of(decoding, self.vocabulary, self.config.vocab_size)
                 if not (words.allowed_nA[:, : len(prompt)] == prompt).all(axis=1).any():
@@ -364,9 +362,7 @@ class T5:
         """Refuse ids without an embedding, and segments beyond int32."""
         end = 2**31 if name in SEGMENTS else self.config.vocab_size
         if ids.size and not 0 <= ids.min() <= ids.max() < end:
-            raise Refused(
-                f'{name} has {ids.min()} to {ids.max()}: must be 0, padding, to {end - 1}'
-            )
+            raise Refused(f'{name} has ids {ids.min()} to {ids.max()}: must be 0 to {end - 1}')
 
     # Programs and their arguments.
 

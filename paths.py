@@ -164,7 +164,7 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
     without permission to read.
     """
     if not is_file(file):
-        raise Refused(f'{file} is missing: bring all files of the checkpoint')
+        raise Refused(f'{file} is missing: copy the folder again')
     if isinstance(file, Path):
         folder = file.parent.resolve()
         roots = [folder]
@@ -195,12 +195,9 @@ def read_json(file: AnyPath) -> dict:
 def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
     """Return a JSON object. Refuses other content, naming `title`."""
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return {**json.loads(content)}
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: of another kind
         raise Refused(f'{title} is damaged ({error}): {remedy}') from None
-    if not isinstance(value, dict):
-        raise Refused(f'{title} is not a JSON object: {remedy}')
-    return value
 
 
 def reason(error: BaseException) -> str:

@@ -66,7 +66,7 @@ def make_spec(
     # Some properties are parsed when first used: do it now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
         raise Refused(
-            f'data.weight={config.data.weight!r} has no effect with loss.loss_normalizing_factor=AVERAGE_PER_SEQUENCE'
+            'data.weight has no effect with loss.loss_normalizing_factor=AVERAGE_PER_SEQUENCE'
         )
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
@@ -211,9 +211,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             end = train.End.EARLY_STOPPING
         else:
             if config.optimizer.step_offset > begin.step:  # T5X's formula has no value there
-                raise Refused(
-                    f'optimizer.step_offset={config.optimizer.step_offset} is after step {begin.step}, the first of this run'
-                )
+                raise Refused(f'optimizer.step_offset must be at most {begin.step}, the first step')
             saved = train.saved_tree(spec, spec.state_shapes)
             checks.check_saving(folder, memory.num_state_bytes(saved))
             terminal.line(

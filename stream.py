@@ -179,9 +179,7 @@ class Stream:
         if not with_text:
             first = self.tasks[0]
             if first.task.validation_split == NO_SPLIT:
-                raise Refused(
-                    f'task {first.name!r} has no split for validation: name one with data.validation_split'
-                )
+                raise Refused(f'data.validation_split: task {first.name!r} has none: name one')
             first.source.raise_empty(self.split)
         self.tasks = with_text
         # Examples given so far, and how many were cut: int64 [tasks, 2].

@@ -356,8 +356,7 @@ def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) ->
     for a step that is not finite, as train.on_not_finite says; other errors, such as bad data or a full
     disk, are raised after the steps before them are saved.
     """
-    if run.workdir.lock.closed:
-        raise ValueError(f'the run in {run.workdir.path} has ended: prepare it again to continue')
+    assert not run.workdir.lock.closed, 'this run has ended: prepare it again to continue'
     with run.workdir.lock, contextlib.ExitStack() as stack:
         if stop is None:
             stop = stack.enter_context(remember_interrupt())
@@ -546,10 +545,10 @@ def find_fault(run: ReadyRun) -> Fault | None:
 def go_back(run: ReadyRun, fault: Fault) -> None:
     """Restore the newest checkpoint and leave out the batches since: they would lead to the same state."""
     progress = run.progress
-    if not checkpoint.steps(run.workdir.path):
-        raise run.not_finite.error(fault, SKIP, 'There is nothing to go back to')
-    if progress.end == End.EPOCHS:
-        raise run.not_finite.error(fault, SKIP, 'No batch is left to continue with')
+    if not checkpoint.steps(run.workdir.path) or progress.end == End.EPOCHS:
+        raise run.not_finite.error(
+            fault, SKIP, 'No checkpoint or no batch is left to continue with'
+        )
     before = progress.step
     progress.rewind()
     run.not_finite.count += 1

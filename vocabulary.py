@@ -3,6 +3,7 @@
 Source: SeqIO seqio/vocabularies.py.
 """
 
+import abc
 import itertools
 import json
 import re
@@ -25,7 +26,7 @@ DEFAULT_EXTRA_IDS = 100  # T5's
 SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
-class Vocabulary:
+class Vocabulary(abc.ABC):
     """`size` ids; some are sentinels, which mark spans of noise."""
 
     size: int
@@ -55,13 +56,13 @@ class Vocabulary:
         """Return the ids of each text, without EOS."""
         return [ids.tolist() for ids in self.encode_as_arrays(texts, glued_sentinels)]
 
+    @abc.abstractmethod
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text without EOS, int32; arrays may be read-only."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS; an id without a token is left out or unknown."""
-        raise NotImplementedError
 
 
 class ByteVocabulary(Vocabulary):
@@ -208,9 +209,7 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     found.sort()
     for expected, (number, _) in enumerate(found):
         if number != expected:
-            raise Refused(
-                f'<extra_id_{number}> without <extra_id_{expected}>: number them from 0, each once'
-            )
+            raise Refused(f'<extra_id_{expected}> is missing, or there twice: number them from 0')
     return np.array([i for _, i in found], np.int32)
 
 

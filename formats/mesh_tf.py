@@ -210,7 +210,7 @@ def read_bundle_index(prefix: paths.AnyPath) -> dict[str, BundleEntry]:
         for key, value in table.items():
             name = key.decode('ascii')
             entries[name] = _read_entry(prefix, name, _read_message(value), num_shards)
-    except (ValueError, OSError) as error:  # also Snappy's
+    except (ValueError, LookupError, OSError) as error:  # also Snappy's
         raise Refused(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
@@ -250,10 +250,8 @@ def _read_message(content: bytes) -> dict[int, list]:
             value = cursor.varint()
         elif wire_type == 2:
             value = cursor.take(cursor.varint())
-        elif wire_type == 5:
-            value = int.from_bytes(cursor.take(4), 'little')
         else:
-            raise Refused(f'protobuf wire type {wire_type}')
+            value = int.from_bytes(cursor.take({1: 8, 5: 4}[wire_type]), 'little')
         fields.setdefault(tag >> 3, []).append(value)
     return fields
 

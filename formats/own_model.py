@@ -75,13 +75,14 @@ def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) 
     config = T5Config(**{**settings, 'options': options}, own=own)
     check_values(config)
     model.param_specs(config)  # each parameter has a row
-    if own.adapters and not any(re.fullmatch(own.adapters, x) for x in model.shapes(config)):
-        raise ValueError(f'{file}: adapters={own.adapters!r} matches the full path of no parameter')
+    has_adapters = not own.adapters or any(
+        re.fullmatch(own.adapters, x) for x in model.shapes(config)
+    )
+    assert has_adapters, f'{file}: adapters={own.adapters!r} matches the full path of no parameter'
     unknown = own.losses(config).keys() - trace(config)
-    if unknown:
-        raise ValueError(
-            f'{file}: losses(config) names {min(unknown)!r}, which no aux of a layer has'
-        )
+    assert not unknown, (
+        f'{file}: losses(config) names {min(unknown)!r}, which no aux of a layer has'
+    )
     return config
 
 
@@ -121,8 +122,7 @@ def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
     if not callable(make):
         raise Refused(f'{file} has no function modules(default): see {EXAMPLE}')
     made = make(model.T5_MODULES)
-    if not isinstance(made, Modules):
-        raise TypeError(f'{file}: modules(default) returned {made!r:.60}, not changed modules')
+    assert isinstance(made, Modules), f'{file}: modules(default) returned {made!r:.60}'
     hash(made)  # a TypeError names a field that has a dict where pairs belong
     return dataclasses.replace(made, source=content)
 

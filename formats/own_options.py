@@ -50,11 +50,11 @@ def check_declaration(declared: type[Options], file: str) -> None:
         axis = field.metadata.get('axis')
         axis = getattr(declared, str(axis), axis)  # or the name of another option
         has_wrong_axis = axis is not None and (kind is not int or axis not in partition.MESH_AXES)
-        if not is_typed or has_wrong_axis or (has_range and kind not in (int, float)):
-            raise TypeError(
-                f'{file}: the option {field.name} must be of a frozen dataclass, with a default of its type (bool, '
-                f'int, float, str, tuple); a number may have a range, an int an axis of {partition.MESH_AXES}'
-            )
+        is_right = is_typed and not has_wrong_axis and (not has_range or kind in (int, float))
+        assert is_right, (
+            f'{file}: the option {field.name} must be of a frozen dataclass, with a default of its type (bool, '
+            f'int, float, str, tuple); a number may have a range, an int an axis of {partition.MESH_AXES}'
+        )
         check_option(f'{file}: the default of {field.name}', field.default, field)
 
 

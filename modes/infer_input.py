@@ -24,6 +24,7 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
+import paths
 import tasks
 import tasks.open
 from messages import Refused
@@ -45,14 +46,9 @@ class Spool:
         self.num_examples = 0
 
     def add(self, number: int, example: Example) -> None:
-        """Append an example. Raises OSError where the disk is full."""
-        try:
+        """Append an example. Raises OSError, which names the folder (TMPDIR), where the disk is full."""
+        with paths.naming(Path(tempfile.gettempdir())):
             pickle.dump((number, example), self.file)
-        except OSError as error:
-            folder = tempfile.gettempdir()
-            raise OSError(
-                f'{folder} cannot hold the tokenized examples ({error.strerror}): set TMPDIR to another'
-            ) from error
         self.num_examples += 1
 
     def __len__(self) -> int:
@@ -122,12 +118,8 @@ class FileExamples:
         if path == STANDARD_INPUT:
             self.title = 'standard input'
             self.name = 'stdin'
-            if self.kind == 'parquet':
-                raise Refused(
-                    "--input=- with data.kind='parquet': Parquet is read from files: name one"
-                )
-            if sys.stdin is None:
-                raise Refused('--input=-: standard input is closed: name a file')
+            if sys.stdin is None or self.kind == 'parquet':
+                raise Refused('--input=-: standard input is closed, or is no Parquet: name a file')
             standard_input: Any = sys.stdin.buffer
             head = standard_input.peek(1)
             if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b'{':
@@ -321,9 +313,8 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
             for number, line in tables.whole_rows(tables.numbered_lines(file), kind):
                 encoding = 'utf-8-sig' if number == 1 else 'utf-8'
                 yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
-    except UnicodeDecodeError as error:
-        raise Refused(f'line {number} of {title}: byte {error.start + 1} is not UTF-8') from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Refused(f'{title} is broken gzip ({error}): copy it again') from None
+    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        rule = 'write it in UTF-8, or copy it again'
+        raise Refused(f'line {number} of {title} cannot be read ({error}): {rule}') from None
     if number == 0:
         raise Refused(f'{title} is empty: write a line for each example')

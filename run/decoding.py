@@ -7,6 +7,7 @@ from ml_collections import ConfigDict
 import infer
 import user_code
 from infer import Decoding
+from messages import Refused
 from vocabulary import Vocabulary
 
 
@@ -17,9 +18,10 @@ def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> D
     if settings.module:
         file = user_code.module_file('decode.module', settings.module)
         module = user_code.load_module(file, file.read_bytes())
-        filters = module.filters
+        if not hasattr(module, 'filters'):
+            raise Refused(f'decode.module={settings.module!r}: {file} has no function filters')
         if vocabulary is not None:
-            given['filters'] = tuple(filters(vocabulary))
+            given['filters'] = tuple(module.filters(vocabulary))
     decoding = Decoding(**given)
     infer.check_decoding(decoding)
     return decoding

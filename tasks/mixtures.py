@@ -74,11 +74,12 @@ class Task:
             templates = self.templates
         except Refused as error:  # the traceback has the line of the Python file
             raise ValueError(f'task {self.name!r}: {error}') from None
-        if isinstance(self.objective, str) and self.objective not in OBJECTIVES:
-            rule = f'must be a class, or one of {", ".join(OBJECTIVES)}'
-            raise ValueError(f'objective={self.objective!r} of task {self.name!r}: {rule}')
-        if templates and self.preprocess_fn is not None:
-            raise ValueError(f'task {self.name!r} has preprocess_fn and targets: leave one out')
+        is_known = isinstance(self.objective, type) or self.objective in OBJECTIVES
+        assert is_known, (
+            f'objective={self.objective!r}: use a class, or one of {", ".join(OBJECTIVES)}'
+        )
+        has_two = templates and self.preprocess_fn is not None
+        assert not has_two, f'task {self.name!r} has preprocess_fn and targets: leave one out'
         # A function that takes other arguments raises Python's TypeError here, not at its first record.
         with noting(f'task {self.name}'):
             if self.preprocess_fn is not None:
@@ -168,11 +169,11 @@ def examples_given(given: Iterable[Fields]) -> list[Example]:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name of a task or mixture that no file can have. A colon in it is a folder."""
+    """Assert that a file can have the name of a task or mixture. A colon in it is a folder."""
     is_plain = name.isprintable() and name == name.strip() and not set(name) & set('/\\,')
     has_parts = all(part and not part.startswith('.') for part in name.split(':'))
-    if not is_plain or not has_parts or len(name.encode()) > MAX_NAME_BYTES:
-        raise ValueError(f'name={name!r:.60}: must be the name of a file, without / \\ and commas')
+    is_file_name = is_plain and has_parts and len(name.encode()) <= MAX_NAME_BYTES
+    assert is_file_name, f'name={name!r:.60}: must be the name of a file, without / \\ and commas'
 
 
 def settings_of_a_row(config: ConfigDict) -> dict[str, str]:
@@ -244,10 +245,8 @@ class Mixture:
     def __post_init__(self):
         check_name(self.name)
         names = [name_of(member) for member in self.members]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f'mixture {self.name!r} has members={names!r:.60}: name some, each once'
-            )
+        is_set = names and len(set(names)) == len(names)
+        assert is_set, f'mixture {self.name!r} has members={names!r:.60}: name some, each once'
         for member, rate in self.members.items():
             if not callable(rate):
                 self._check_rate(name_of(member), rate)
@@ -302,10 +301,7 @@ class Mixture:
         return {task: rate / total for task, rate in rates.items()}
 
     def _check_rate(self, name: str, rate: float) -> None:
-        if not 0 <= rate < math.inf:
-            raise ValueError(
-                f'mixture {self.name!r}: the rate of {name!r} is {rate!r}: use 0 or more'
-            )
+        assert 0 <= rate < math.inf, f'mixture {self.name!r}: {name!r} has the rate {rate!r}'
 
 
 def name_of(member: str | Task | Mixture) -> str:

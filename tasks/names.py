@@ -38,9 +38,8 @@ def with_members(
     mixture: Mixture, module: str, is_cached: Callable[[str], object], parents: tuple[str, ...]
 ) -> Mixture:
     """Return a mixture whose members are looked up."""
-    if mixture.name in parents:
-        chain = ' > '.join([*parents, mixture.name])
-        raise Refused(f'mixture {mixture.name!r} is in itself ({chain}): leave one out')
+    chain = ' > '.join([*parents, mixture.name])
+    assert mixture.name not in parents, f'mixture {mixture.name!r} is in itself: {chain}'
     parents = (*parents, mixture.name)
     members: dict[str | Task | Mixture, Rate] = {}
     for member, rate in mixture.members.items():
@@ -65,8 +64,8 @@ def own_tasks(module: str) -> dict[str, Task | Mixture]:
         raise Refused(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
     named: dict[str, Task | Mixture] = {}
     for entry in found:
-        if entry.name in named or entry.name in OBJECTIVES:
-            raise ValueError(f'{file}: two tasks have the name {entry.name!r}: rename one')
+        is_new = entry.name not in named and entry.name not in OBJECTIVES
+        assert is_new, f'{file}: two tasks have the name {entry.name!r}: rename one'
         named[entry.name] = entry
     return named
 

@@ -426,9 +426,9 @@ class TextToTextWithSentinel(PromptedTextToText):
         self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
             raise Refused('data.extra_ids=0: the inputs of this task end with a sentinel: use 1')
-        shortest = min(self.lengths.inputs, self.lengths.targets)
-        if shortest < MIN_LENGTH:
-            raise Refused(f'data.lengths of inputs and targets: {shortest} is below {MIN_LENGTH}')
+        for name in FEATURES:
+            if self.lengths[name] < MIN_LENGTH:
+                raise Refused(f'data.lengths.{name}={self.lengths[name]}: use {MIN_LENGTH} or more')
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
         inputs = np.concatenate([record['inputs'], self.sentinel, EOS])
@@ -520,7 +520,7 @@ class OwnObjective:
                     length = self.lengths[feature]
                     is_array = isinstance(ids, np.ndarray) and ids.ndim == 1
                     fits = is_array and ids.dtype.kind in 'iu' and 1 <= len(ids) <= length
-                    if not fits or ids.min() < 0 or ids.max() >= self.vocabulary_size:
-                        rule = f'1 to {length} ids, int32, from 0 to {self.vocabulary_size - 1}'
-                        raise TypeError(f'{feature} of an example is {ids!r:.60}: give {rule}')
+                    fits = fits and 0 <= ids.min() <= ids.max() < self.vocabulary_size
+                    rule = f'1 to {length} ids, int32, from 0 to {self.vocabulary_size - 1}'
+                    assert fits, f'{feature} of an example is {ids!r:.60}: give {rule}'
         return examples

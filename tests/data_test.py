@@ -98,7 +98,7 @@ REFUSED = [
     ({'on_bad_line': 'ignore'}, 'data.on_bad_line'),
     ({'max_bad_fraction': 1.5}, 'data.max_bad_fraction'),
     ({'files': __file__, 'validation_files': __file__}, __file__),
-    ({'validation_files': __file__}, "split 'train'"),
+    ({'validation_files': __file__}, 'data.validation_files'),
     ({'files': __file__, 'validation_files': 'no/*'}, 'data.validation_files'),
     ({'files': 'nowhere/*.txt'}, 'nowhere'),
     ({'validation_fraction': 0.0}, 'data.validation_fraction'),

@@ -94,5 +94,5 @@ def test_metrics_that_are_none():
         [lambda targets, predictions: {'a': 1}] * 2,
         [lambda targets, predictions: 1.0],
     ):
-        with pytest.raises((AttributeError, ValueError)):
+        with pytest.raises((AssertionError, AttributeError)):
             evaluated(metric_fns)

@@ -451,10 +451,10 @@ HEAD = 'import dataclasses\n\ndef modules(default):\n    return dataclasses.repl
 MISTAKES = [
     (SyntaxError, 'def modules(:\n'),
     (Refused, 'modules = 3\n'),
-    (TypeError, 'def modules(default):\n    default\n'),
+    (AssertionError, 'def modules(default):\n    default\n'),
     (TypeError, HEAD.format(', specs={}')),
-    (ValueError, HEAD.format(", adapters='prompt/.+'")),
-    (ValueError, HEAD.format(", losses=lambda config: {'load': 1.0}")),
+    (AssertionError, HEAD.format(", adapters='prompt/.+'")),
+    (AssertionError, HEAD.format(", losses=lambda config: {'load': 1.0}")),
     (ValueError, MLP.replace("/mlp/down'", "/mlp/dawn'")),  # a parameter without a row
 ]
 
@@ -541,17 +541,35 @@ def test_options_that_are_refused(with_options):
 
 FROZEN = '@dataclasses.dataclass(frozen=True)\nclass Options:\n    num: '
 OPTION_MISTAKES = [
-    (TypeError, 'class Options:\n    num: int = 2\n'),
-    (TypeError, '@dataclasses.dataclass\nclass Options:\n    num: int = 2\n'),
-    (TypeError, FROZEN + 'int\n'),
-    (TypeError, FROZEN + 'list = dataclasses.field(default_factory=list)\n'),
-    (TypeError, FROZEN + 'int = dataclasses.field(default=2, init=False)\n'),
-    (TypeError, FROZEN + 'float = 1\n'),
+    ((AssertionError, AttributeError, TypeError), 'class Options:\n    num: int = 2\n'),
+    (
+        (AssertionError, AttributeError, TypeError),
+        '@dataclasses.dataclass\nclass Options:\n    num: int = 2\n',
+    ),
+    ((AssertionError, AttributeError, TypeError), FROZEN + 'int\n'),
+    (
+        (AssertionError, AttributeError, TypeError),
+        FROZEN + 'list = dataclasses.field(default_factory=list)\n',
+    ),
+    (
+        (AssertionError, AttributeError, TypeError),
+        FROZEN + 'int = dataclasses.field(default=2, init=False)\n',
+    ),
+    ((AssertionError, AttributeError, TypeError), FROZEN + 'float = 1\n'),
     (Refused, FROZEN + 'tuple = ((1,),)\n'),
     (Refused, FROZEN + "int = dataclasses.field(default=2, metadata={'range': (3, 4)})\n"),
-    (TypeError, FROZEN + "str = dataclasses.field(default='', metadata={'range': (3, 4)})\n"),
-    (TypeError, FROZEN + "int = dataclasses.field(default=2, metadata={'axis': 'modle'})\n"),
-    (TypeError, FROZEN + "float = dataclasses.field(default=2.0, metadata={'axis': 'model'})\n"),
+    (
+        (AssertionError, AttributeError, TypeError),
+        FROZEN + "str = dataclasses.field(default='', metadata={'range': (3, 4)})\n",
+    ),
+    (
+        (AssertionError, AttributeError, TypeError),
+        FROZEN + "int = dataclasses.field(default=2, metadata={'axis': 'modle'})\n",
+    ),
+    (
+        (AssertionError, AttributeError, TypeError),
+        FROZEN + "float = dataclasses.field(default=2.0, metadata={'axis': 'model'})\n",
+    ),
 ]
 
 

@@ -145,7 +145,7 @@ def test_a_mixture_is_read_from_its_caches(tmp_path, expected, in_this_process):
         Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
     assert 'my:sums is cached already, in ' in cache.cache(config)[0]
     (tmp_path / 'caches/my/sums/cache.json').unlink()  # it names the vocabulary
-    with pytest.raises(Refused, match='cache.json'):
+    with pytest.raises(OSError, match='cache.json'):
         tasks.open.open_mixture(config)
 
 

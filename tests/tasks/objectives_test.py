@@ -490,7 +490,11 @@ REFUSED = [
     ('ul2', {'lengths.inputs': 4}, 'data.lengths.inputs=4'),
     ('iid_denoising', {'lengths.inputs': 2}, 'data.lengths.inputs=2'),
     ('iid_denoising', {'lengths.targets': 18}, 'data.lengths.targets=18'),
-    ('iid_denoising', {'lengths.inputs': 1024, 'lengths.targets': 1024}, '132 noise spans'),
+    (
+        'iid_denoising',
+        {'lengths.inputs': 1024, 'lengths.targets': 1024},
+        'data.lengths.inputs=1024',
+    ),
     ('drop_corrupted_tokens', {'lengths.targets': 10}, 'data.lengths.targets=10'),
     *[(name, {'lengths.targets': 63}, 'data.lengths.targets=63') for name in NOISE_AND_TEXT],
     ('prefix_lm', {'lengths.targets': 1}, 'data.lengths.targets=1'),
