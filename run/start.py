@@ -139,8 +139,13 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     grown = with_new_rows(index, expected, of_vocabulary)
     untrained = of_vocabulary.difference(wanted.trained)
     if grown and adapters and untrained:
+        patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
+        if config.model.lora_rank:
+            patterns.append(model.ADAPTER)
+        trainable = '|'.join(filter(None, patterns))
         raise Refused(
-            f'optimizer.trainable must match the adapters and {first_ten(sorted(untrained))}, which get new rows'
+            f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows, '
+            f'which adapters alone do not train: set optimizer.trainable={trainable!r}'
         )
     index |= grown
     try:
