@@ -89,14 +89,16 @@ def varying(x: jax.Array) -> frozenset[str]:
 def check_summed(name: str, x: jax.Array, axes: Iterable[str]) -> None:
     """Raise ValueError if `x` may differ between the devices of `axes`. Axes of size one count."""
     for axis in sorted(varying(x) & set(axes)):
-        raise ValueError(f'{name} differs over {axis!r}: add partition.psum(partial, {axis!r})')
+        raise ValueError(
+            f'{name} differs between the devices of {axis!r}: add partition.psum(partial, {axis!r})'
+        )
 
 
 def psum(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """Return lax.psum(x, axes). Raises ValueError if x is equal on an axis: JAX would multiply it by the axis's size."""
     for axis in (axes,) if isinstance(axes, str) else axes:
         if axis not in varying(x):
-            raise ValueError(f'psum over {axis!r}, whose devices have equal values: remove it')
+            raise ValueError(f'psum over {axis!r}: its devices have equal values: remove this sum')
     return lax.psum(x, axes)
 
 
@@ -195,7 +197,9 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
     for path in paths:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
         if len(patterns) != 1:
-            raise ValueError(f'parameter {path!r} needs one row in the table of specs: {patterns}')
+            raise ValueError(
+                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, {patterns}: it needs one'
+            )
         specs[path] = table[patterns[0]]
     return specs
 

@@ -209,7 +209,9 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     found.sort()
     for expected, (number, _) in enumerate(found):
         if number != expected:
-            raise Refused(f'<extra_id_{expected}> is missing, or there twice: number them from 0')
+            raise Refused(
+                f'<extra_id_{number}> without <extra_id_{expected}>: number them from 0, each once'
+            )
     return np.array([i for _, i in found], np.int32)
 
 

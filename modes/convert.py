@@ -123,9 +123,15 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
     if vocabulary_model:
         files['vocabulary.model'] = vocabulary_model
     with paths.unfinished(final) as unfinished:
-        checkpoint.save(unfinished, step, tree, files)
-        target.mkdir(parents=True, exist_ok=True)
-        (unfinished / f'checkpoint_{step}').rename(final)
+        try:
+            checkpoint.save(unfinished, step, tree, files)
+            target.mkdir(parents=True, exist_ok=True)
+            (unfinished / f'checkpoint_{step}').rename(final)
+        except OSError as error:  # it names the unfinished folder, which is removed now
+            cause = error.__cause__
+            if isinstance(cause, ValueError | OSError):
+                raise cause from None
+            raise
         if vocabulary_model and not files_there:  # other checkpoints must not find it
             (unfinished / 'vocabulary.model').write_bytes(vocabulary_model)
             (unfinished / 'vocabulary.model').rename(run_vocabulary)

@@ -764,8 +764,9 @@ def rank_classification(
         idx = (int(example), int(choice))
         if math.isnan(score):
             raise Refused(f'the score of choice {idx} is nan: check the parameters of the model')
-        if idx in found:
-            raise Refused(f'two targets have idx {idx}: number the examples of a split from 0')
+        assert idx not in found, (
+            f'two targets have idx {idx}: number the examples of a split from 0'
+        )
         if normalize_by_target_length:
             score = score / length
         found[idx] = Choice(idx, bool(is_correct), float(weight), float(score))

@@ -181,7 +181,7 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
         prepare(config, finished)
     train.train(first)
     assert train.train(prepare(config, finished)) == 0
-    with pytest.raises(ValueError):
+    with pytest.raises(AssertionError):
         train.train(first)
     for name in (None, '', 3):
         with pytest.raises(Refused, match=f'{name!r}'):
