@@ -393,12 +393,12 @@ def test_no_warning_where_a_value_is_undefined(recwarn):
 CHOICE = ((0, 0), True, 1.0, 2)
 REFUSED = [
     (metrics.f1_score_with_invalid, [1, -1], [1, 1]),
-    (metrics.rank_classification, [CHOICE, CHOICE], [-1.0, -2.0]),
     (metrics.rank_classification, [CHOICE], [math.nan]),
     (functools.partial(metrics.rank_classification, num_classes=2), [CHOICE], [-1.0]),
 ]
 # Targets that no postprocessor should give: the metrics would count them without a word.
 MISTAKES = [
+    (metrics.rank_classification, [CHOICE, CHOICE], [-1.0, -2.0]),
     (metrics.bleu, [['a', 'b'], ['c', 'd'], ['e', 'f']], ['a', 'c', 'e']),
     (metrics.squad, ['one answer'], ['a']),
     (metrics.accuracy, [1, 0], ['True', 'False']),
