@@ -176,6 +176,7 @@ def logits_of(config, arrays, vocab_size):
     return np.asarray(t5.logits(batch))[..., :vocab_size]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('tied', first_quick([False, True]))
 def test_logits_of_old_ids_are_the_same(tmp_path, corpus, tied):
     config, arrays = folder_and_config(tmp_path, corpus, logits_via_embedding=tied)

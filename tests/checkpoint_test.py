@@ -628,6 +628,7 @@ def test_a_workdir_that_is_gone(tmp_path):
         saver.save(3, {'state/step': np.int32(3)})
 
 
+@pytest.mark.slow
 def test_an_error_of_the_caller_loses_no_save(tmp_path):
     script = (
         'import sys; sys.path.insert(0, sys.argv[1]); import checkpoint, numpy as np\n'

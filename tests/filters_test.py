@@ -312,6 +312,7 @@ def of_bytes():
     return infer.T5(t5.config, t5.arrays, t5.mesh, BYTES)
 
 
+@pytest.mark.slow
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
     t5 = of_bytes()
     texts = ['one', 'two words', 'three']
@@ -377,6 +378,7 @@ def test_own_filters_and_texts():
     assert answer == 'yes'
 
 
+@pytest.mark.slow
 def test_beams_find_the_best_of_the_answers_that_are_allowed():
     t5 = model_on(1, 1)
     inputs = golden()['inputs'][:8]

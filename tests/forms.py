@@ -18,14 +18,6 @@ def first_in_ci(values: Iterable[Any], num_in_ci: int = 1) -> list[Any]:
     return values[:num_in_ci] + marked(values[num_in_ci:], pytest.mark.long)
 
 
-def every_third_quick(values: Iterable[Any]) -> list[Any]:
-    """Return values for pytest.mark.parametrize; two of three are slow."""
-    params = []
-    for i, value in enumerate(values):
-        params += [value] if i % 3 == 0 else slow([value])
-    return params
-
-
 def slow(values: Iterable[Any]) -> list[Any]:
     """Return values for pytest.mark.parametrize, all of them slow."""
     return marked(values, pytest.mark.slow)

@@ -306,6 +306,7 @@ STREAMED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('options, mesh_shape', STREAMED)
 def test_the_parts_of_a_stream_are_the_answer(options, mesh_shape):
     """Also beyond the first room of the cache, and for characters of several tokens."""

@@ -164,6 +164,7 @@ def group_size(groups, mesh):
     return math.prod(sizes[axis] for axis in re.findall(r'name = "(\w+)"', groups))
 
 
+@pytest.mark.slow
 def test_what_fsdp_adds_to_a_step():
     """A parameter is gathered where it is read, and its gradients come back by a reduce-scatter."""
     plain = collectives((8, 1, 1))
@@ -193,6 +194,7 @@ def test_dots_sums_nothing_again():
     assert counts['full'] > counts['dots'] == counts['none']
 
 
+@pytest.mark.slow
 def test_a_scan_gathers_one_layer_at_a_time():
     """However many layers there are: matrices, not stacks of them."""
     one = collectives((1, 8, 1), 'full', scan_layers=True, num_layers=1)
@@ -202,6 +204,7 @@ def test_a_scan_gathers_one_layer_at_a_time():
         assert all(x.count('x') == 2 for x in one[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('remat', ['none', 'full'])
 def test_a_scan_in_bfloat16(remat):
     """The gradients of what its layers share have the dtype of that."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import command_line as command_lines
 import pytest
 from command_line import ROOT
+from forms import slow
 
 CONFIG = """
 from configs import base
@@ -132,7 +133,13 @@ def command_line(folder):
     command.close()
 
 
-@pytest.mark.parametrize('name', MISTAKES)
+QUICK = (
+    'model: a shape', 'model: a missing row of specs', 'model: a forgotten sum', 'own model: an error', 'own task',
+    'own filter', 'a config with a typo', 'a config with an exception',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('name', [*QUICK, *slow([x for x in MISTAKES if x not in QUICK])])
 def test_a_mistake_has_its_traceback(command_line, folder, name):
     mistake = MISTAKES[name]
     (folder / 'mine.py').write_text(CONFIG.format(folder=str(folder)))

@@ -206,6 +206,7 @@ def test_dropout_is_at_the_places_of_T5X(monkeypatch):
 WIDE_BFLOAT16 = pytest.param({'dtype': 'bfloat16', 'head_dim': 128}, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('settings', [{}, WIDE_BFLOAT16], ids=str)
 def test_initial_values_have_the_deviations_of_T5X(settings):
     sizes = dict(vocab_size=2048, emb_dim=256, num_heads=8, head_dim=32, mlp_dim=512)

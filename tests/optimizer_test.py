@@ -101,6 +101,7 @@ def test_adafactor_is_its_formula(settings):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('settings', first_quick([
     {},
     {'clipping_threshold': 0.0, 'multiply_by_parameter_scale': False},

@@ -269,6 +269,7 @@ def test_a_step_of_full_size(recipe):
     assert shapes[0] == shapes[1]
 
 
+@pytest.mark.slow
 def test_a_step_of_full_width():
     """One layer of the model."""
     config = recipe_of('t0:11b')

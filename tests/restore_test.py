@@ -375,6 +375,7 @@ def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path):
     assert damaged.read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_relative_steps_count_from_the_checkpoint(corpus, uninterrupted, tmp_path):
     """Also if the run resumes, and if it resumes with more of them."""
     config = small_config_from(uninterrupted / 'checkpoint_3', corpus, steps=2)

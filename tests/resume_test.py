@@ -125,6 +125,7 @@ def test_settings_that_are_damaged_while_a_run_trains(corpus, tmp_path):
     assert checkpoint.steps(tmp_path / 'run') == [3, 6]
 
 
+@pytest.mark.slow
 def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / 'cut')
     shutil.rmtree(tmp_path / 'cut/checkpoint_6')
@@ -157,6 +158,7 @@ def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys,
     assert lost in text
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_path, capsys):
     """In a run that began at a step that is logged, and in one whose period has changed."""
     config = small_config(corpus, steps=9)
@@ -332,6 +334,7 @@ def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, c
         assert found == (tmp_path / 'expected' / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'place',
     [

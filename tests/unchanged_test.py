@@ -229,6 +229,7 @@ def test_the_program_of_decoding(name, programs):
     assert hash_program(lower_decoding(name)) == programs['decoding'][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', MESHES)
 def test_the_program_of_a_step(name, programs):
     assert hash_program(lower_step(name)) == programs['steps'][name]

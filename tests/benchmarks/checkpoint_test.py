@@ -45,6 +45,7 @@ def test_refuses():
     assert_refuses(SCRIPT, '--sizes=2GB', '--sizes')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', first_quick(['Ours', 'OursVerified', 'Plain']))
 def test_sees_wrong_arrays(benchmark, tmp_path, name):
     """What is restored is compared, also with a state that was donated right after the call."""

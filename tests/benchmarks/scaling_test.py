@@ -50,6 +50,7 @@ def test_exponent(benchmark):
     assert benchmark.exponent('length', points, benchmark.gigabytes_of) == pytest.approx(2)
 
 
+@pytest.mark.slow
 def test_only_the_axis_grows(benchmark):
     def sizes(axis, value):
         config = benchmark.config_of(axis, value)

@@ -228,6 +228,7 @@ def test_a_workdir_is_deleted_under_a_run(corpus, uninterrupted, tmp_path):
     assert_same_state(workdir, uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'start',
     [2.0**31 - 5, *[pytest.param(x, marks=pytest.mark.chaos) for x in (0.0, -1e6, 1.7e9, 1e11)]],

@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
     return workdir, trees
 
 
-@numbers(quick=len(EVERY), chaos=800)
+@numbers(slow=len(EVERY), chaos=800)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_comes_back(tmp_path, saved, num_faults):
     """Bit for bit; the damaged one is set aside as it is."""
     source, trees = saved

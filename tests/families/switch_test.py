@@ -277,6 +277,7 @@ def test_inference_on_many_devices(axis):
         assert_close(np.array(answers.scores), np.array(expected.scores), 1e-5)
 
 
+@pytest.mark.slow
 def test_hugging_faces_folder(arrays, tmp_path, caplog):
     """transformers has `expert_capacity` places for a row and expert, and routes padding as it is."""
     t5 = infer.load(GOLDEN / 'hf')

@@ -78,6 +78,7 @@ def stack_layers(params, config):
     return stacked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('inline', [False, True])
 def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
     sizes = {'vocab_size': 384, 'emb_dim': 24, 'num_heads': 4, 'head_dim': 8, 'mlp_dim': 48}
@@ -423,6 +424,7 @@ def test_folders_that_are_not_written_to(places):
     assert sorted(places.rglob('*')) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('form', ['t5x', 'hf'])
 def test_converting_is_all_or_nothing(tmp_path, form):
     shutil.copytree(T5X, tmp_path / 'from/checkpoint_6')

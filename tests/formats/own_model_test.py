@@ -257,6 +257,7 @@ def modules(default):
 """
 
 
+@pytest.mark.slow
 def test_merged_is_unmerged(tmp_path):
     file = tmp_path / 'own.py'
     file.write_text(ADAPTERS)

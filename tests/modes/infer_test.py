@@ -439,6 +439,7 @@ def computed(monkeypatch):
     return chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'kind, least_kills',
     first_quick([({'score': True, 'fields': ('idx',)}, 12), ({'encode': True}, 6)]),

@@ -40,6 +40,7 @@ def shell(command, folder, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('command', ['--mode=tasks >&- <&-', *long_forms([['--help >&-']])])
 def test_a_closed_output_is_an_error(tmp_path, command):
     done = shell(command, tmp_path)

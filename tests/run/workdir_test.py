@@ -67,6 +67,7 @@ def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
     assert os.path.samefile(os.path.expanduser(name), folder)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_parent_folder(corpus, tmp_path, monkeypatch):
     """Its first save comes after step 3: all steps were lost there once."""
     (tmp_path / 'here').mkdir()
@@ -163,6 +164,7 @@ def test_the_checkpoints_say_whose_a_folder_is(finished, tmp_path):
         checks.check_is_run(tmp_path / 'run')
 
 
+@pytest.mark.slow
 def test_other_files_in_the_folder_are_left_alone(corpus, tmp_path):
     (tmp_path / 'notes.txt').write_text('mine')
     (tmp_path / 'my.tmp').write_text('mine')
@@ -188,6 +190,7 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
             prepare(config, name)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_is_gone_is_that_of_the_checkpoint(corpus, finished, tmp_path):
     shutil.copytree(finished, tmp_path / 'run')
     kept = tmp_path / 'run/vocabulary.model'
@@ -320,6 +323,7 @@ def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, t
     assert 'allow_changed_files' not in settings['data']
 
 
+@pytest.mark.slow
 def test_a_run_on_corrected_files_is_refused(corpus, finished, tmp_path):
     """Its position is in blocks that are no longer known; other files are no longer read at all."""
     shutil.copytree(finished, tmp_path / 'run')

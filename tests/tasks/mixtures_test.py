@@ -400,6 +400,7 @@ def test_any_number_of_processes_gives_the_same_batches_resumed_anywhere(
 # Batches made ahead, in a thread and in worker processes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_batches_made_ahead_are_those_of_the_stream(tmp_path, num_workers):
     """To the end of its rows."""

@@ -328,6 +328,7 @@ def check_choice(pydoc_model, kind, ratio, number, kept):
     assert without_eos(example.inputs) == inputs
 
 
+@pytest.mark.slow
 def test_principle_sentences_have_their_shares():
     """Of 25 sentences 1 to 4 are targets, nine of ten of these a sentinel; long targets are cut."""
     vocabulary = vocabularies.ByteVocabulary(100)
