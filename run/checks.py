@@ -90,7 +90,10 @@ def check_is_run(workdir: paths.AnyPath) -> None:
         if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
                 continue
-        raise Refused(f'{workdir} has {path.name}, and is not a run of this program: name another')
+        raise Refused(
+            f'{workdir} is not a run of this program, and has {path.name}, which a run would overwrite: name '
+            'another --workdir'
+        )
 
 
 def is_run(workdir: paths.AnyPath) -> bool:
@@ -158,12 +161,17 @@ def check_saving(workdir: paths.AnyPath, num_bytes: int) -> None:
             paths.remove_folder(folder)
     except (OSError, ValueError) as error:
         reason = paths.reason(error.__cause__ or error)
-        raise OSError(f'{workdir} cannot hold checkpoints ({reason}): name another') from error
+        raise OSError(
+            f'{workdir} cannot hold checkpoints ({reason}): correct that, or name another --workdir'
+        ) from error
     if not isinstance(workdir, Path):
         return
     free = shutil.disk_usage(workdir).free
     if free < num_bytes:
-        raise OSError(f'{workdir}: {free / 1e9:.1f} GB are free, and {num_bytes / 1e9:.1f} needed')
+        raise OSError(
+            f'{workdir} has {free / 1e9:.1f} GB of free space, and a checkpoint takes {num_bytes / 1e9:.1f}: free some, '
+            'or name another --workdir'
+        )
 
 
 def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
@@ -208,7 +216,9 @@ def compare_settings(
     # Only runs of 0.1.0 were continued on changed files.
     if is_other_text or any(file.get('changes') for file in files):
         changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
-        raise Refused(f'{workdir} holds a run on other text: {changes_of_text}')
+        raise Refused(
+            f'{workdir} holds a run on other text ({changes_of_text}): name another --workdir'
+        )
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
@@ -254,7 +264,9 @@ def check_adapters(config: T5Config) -> None:
     shapes = model.shapes(config)
     if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
         kernel = next(path for path in shapes if path.endswith('/kernel'))
-        raise Refused(f'model.lora_targets={config.lora_targets!r} matches none, such as {kernel}')
+        raise Refused(
+            f'model.lora_targets={config.lora_targets!r} matches the full path of no kernel: one is {kernel}'
+        )
 
 
 def check_packing(config: T5Config, pack: str) -> None:

@@ -337,7 +337,9 @@ def choose(
     found = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
     known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
     if not found:
-        raise Refused(f'{pattern!r} matches no path, such as {max(index, default="")}')
+        raise Refused(
+            f'{pattern!r} matches the full path of no array, as {max(index, default="")} is one'
+        )
     if not strict:
         found = {path: leaf for path, leaf in found.items() if path in known}
         known = {path: known[path] for path in found}

@@ -202,7 +202,7 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
                     of_name[task.name] = tasks.open.opened_task(task, source)
         if not of_name:
             raise Refused(
-                f'infer_eval.task={name.strip()!r} has no metrics, inputs or split {split!r}: name another'
+                f'infer_eval.task={name.strip()!r} has no metrics, no inputs or no split {split!r}: name another task'
             )
         opened |= of_name
     return list(opened.values())
@@ -266,7 +266,7 @@ def read_task(
     examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
     texts = {example.text('targets', vocabulary) for example in examples}
     if texts <= {'', UNKNOWN}:
-        raise Refused(f'task {opened.name!r} has no target in split {split!r}: name another')
+        raise Refused(f'task {opened.name!r} has no target in split {split!r}: name another split')
     content = hashlib.blake2b(digest_size=16)
     for example in examples:
         assert example.targets is not None

@@ -41,5 +41,8 @@ def newest_valid(
         x for x in checkpoint.list_folder(workdir) if x.match('checkpoint_*.damaged-*')
     )
     if damaged:
-        raise Refused(f'{workdir} has only damaged checkpoints, such as {damaged[-1].name}')
+        raise Refused(
+            f'{workdir} has only damaged checkpoints, such as {damaged[-1].name}: restore one from a copy, or name '
+            'another --workdir'
+        )
     return None
