@@ -144,6 +144,7 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     assert metrics_of(tmp_path / 'run') == lines
 
 
+@pytest.mark.long  # run/agreement_test.py has the quick form
 @pytest.mark.slow
 def test_two_processes_end_their_epochs_together(tmp_path):
     corpus = short_corpus(tmp_path)
@@ -245,6 +246,7 @@ def test_two_processes_train_as_one_does(corpus, tmp_path):
     assert_close_runs(tmp_path / 'first', tmp_path / 'alone', 3)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_of_two_devices_train_and_restore(corpus, uninterrupted, tmp_path):
     """Six steps, then a second run that starts from the first, without some slots."""

@@ -13,7 +13,6 @@ import time
 import numpy as np
 import own_task
 import pytest
-from forms import first_in_ci
 from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config, stop_after
 
 import checkpoint
@@ -407,8 +406,9 @@ def test_a_state_that_is_not_whole_is_not_saved(place, tmp_path, monkeypatch):
     assert not checkpoint.steps(tmp_path / 'run')
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize('task', first_in_ci(['all', 'text']))
+@pytest.mark.parametrize('task', ['all', 'text'])
 def test_a_run_with_own_objectives_is_resumed(task, tmp_path):
     config = small_config('', steps=6)
     config.data.update(module=own_task.write_objectives(tmp_path), task=task, vocabulary='bytes')
