@@ -59,7 +59,7 @@ def with_restored_sizes(
     if not restore.path:
         return config, ''
     taken = [*SIZES, *ONLY_STRICT] if restore.strict else list(SIZES)
-    with contextlib.suppress(ValueError, OSError, re.error):
+    with contextlib.suppress(Refused, OSError, re.error):
         stored = check.read_stored(paths.to_path(workdir, may_be_new=True)) if workdir else {}
         if stored.get('restore', {}).get('path') == restore.path:
             found = stored['model']
