@@ -153,7 +153,8 @@ def parse(argv: list[str]) -> ConfigDict | None:
         if getattr(error, 'flagname', '').startswith('config.'):
             check_mode_of('config', str(FLAGS['mode'].value))
         raise Refused(explain_flag(error)) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # ml_collections' own
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        # ml_collections' own, or of a very long name
         reason: BaseException = error
         while isinstance(reason.args[0], BaseException):  # ml_collections wraps errors so
             reason = reason.args[0]

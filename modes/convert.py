@@ -88,7 +88,8 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     others = [path for path in trained if not re.fullmatch(kinds, path)]
     if others:
         raise Refused(
-            f'--format=peft: {opened.directory} has more than adapters, {first_ten(others)}: use --format=hf'
+            f'--format=peft: {opened.directory} has more than the adapters of one kind, {first_ten(others)}: use '
+            '--format=t5x, or --format=hf'
         )
     write_peft.write(target, config, kernels, prompt, base)
     if not hugging_face.is_folder(paths.to_path(base)):

@@ -30,7 +30,7 @@ import paths
 from messages import Refused
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
-from tasks.mixtures import PreprocessFn, Task
+from tasks.mixtures import PreprocessFn, Task, check_name
 from tasks.preprocessors import Example, Fields
 
 SEPARATOR = '|||'  # between inputs and targets, and between choices
@@ -58,9 +58,11 @@ def tasks(
     content = read_templates(templates_file)
     try:
         dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
-        templates = [Template(entry) for entry in content['templates'].values()]
+        templates = [Template(entry, templates_file) for entry in content['templates'].values()]
         prompts = [prompt_of(dataset, template) for template in templates]
-    except (LookupError, TypeError, AttributeError, jinja2.TemplateError) as error:
+        for template in templates:
+            check_name(tasks_t0.task_name(dataset, template.name))
+    except (AssertionError, AttributeError, LookupError, TypeError, jinja2.TemplateError) as error:
         raise Refused(f'{templates_file} is damaged ({error!r}): copy it again') from error
     found = []
     for template, prompt in zip(templates, prompts, strict=True):
@@ -125,10 +127,11 @@ def compose(examples: PreprocessFn, fields_fn: Callable[[Fields], Fields]) -> Pr
 class Template:
     """One of promptsource's templates, in Jinja."""
 
-    def __init__(self, entry: Fields):
+    def __init__(self, entry: Fields, file: str = ''):
+        self.file = file
         self.name: str = entry['name']
         self.metadata: Fields = entry['metadata']
-        self.jinja: str = entry['jinja']
+        self.jinja = ''.join(entry['jinja'])  # a TypeError for what is no text
         self.choices_jinja: str | None = entry['answer_choices']
 
     @functools.cached_property
@@ -138,7 +141,7 @@ class Template:
         try:
             return ENVIRONMENT.from_string(self.jinja.replace('}}', cut))
         except jinja2.TemplateError as error:  # also if it draws
-            raise Refused(f'the template {self.name!r} cannot be used: {error}') from error
+            raise Refused(f'{self.file}: template {self.name!r} cannot be used: {error}') from error
 
     def num_choices(self) -> str:
         """Return the number of choices; 'vary' if examples have their own, '' if there are none."""
