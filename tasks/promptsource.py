@@ -138,10 +138,7 @@ class Template:
     def compiled(self) -> jinja2.Template:
         """The template, which cuts each of its values."""
         cut = f' | string | truncate({MAX_CHARACTERS}) }}}}'
-        try:
-            return ENVIRONMENT.from_string(self.jinja.replace('}}', cut))
-        except jinja2.TemplateError as error:  # also if it draws
-            raise Refused(f'{self.file}: template {self.name!r} cannot be used: {error}') from error
+        return ENVIRONMENT.from_string(self.jinja.replace('}}', cut))
 
     def num_choices(self) -> str:
         """Return the number of choices; 'vary' if examples have their own, '' if there are none."""
@@ -159,8 +156,11 @@ class Template:
 
     def render(self, fields: Fields) -> list[str]:
         """Return inputs and targets; another number of texts where the record does not fit."""
-        choices = self.choices(fields)
-        return split(self.compiled.render(**protected(fields), answer_choices=choices))
+        try:
+            choices = self.choices(fields)
+            return split(self.compiled.render(**protected(fields), answer_choices=choices))
+        except jinja2.TemplateError as error:  # also if it draws
+            raise Refused(f'{self.file}: template {self.name!r} cannot be used: {error}') from error
 
     def examples(self, fields: Fields) -> list[Example]:
         """Return the example of a record, none where the record does not fit."""
