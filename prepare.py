@@ -210,8 +210,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
             end = train.End.EARLY_STOPPING
         else:
-            if config.optimizer.step_offset > begin.step:  # T5X's formula has no value there
-                raise Refused(f'optimizer.step_offset must be at most {begin.step}, the first step')
+            offset = config.optimizer.step_offset
+            if offset > begin.step:  # T5X's formula has no value there
+                raise Refused(f'optimizer.step_offset={offset}: use {begin.step}, the first step')
             saved = train.saved_tree(spec, spec.state_shapes)
             checks.check_saving(folder, memory.num_state_bytes(saved))
             terminal.line(

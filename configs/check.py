@@ -82,7 +82,7 @@ def check(config: ConfigDict) -> None:
     """Refuse a `config` that lacks the settings of configs/base.py with valid values."""
     if not isinstance(config, ConfigDict):
         kind = type(config).__name__
-        raise Refused(f'get_config() gave a {kind}, no ConfigDict: start as configs/tiny.py does')
+        raise Refused(f'--config: get_config() gave a {kind}: start as configs/tiny.py does')
     found = dict(leaves(config))
     for key in sorted(found.keys() - declared().keys()):
         if not key.startswith(OPTIONS):  # formats/own_model.py checks those
