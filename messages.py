@@ -7,8 +7,8 @@ from collections.abc import Iterator
 class Refused(ValueError):
     """A value that a person typed or copied is wrong: a flag, setting, path, line of a file, checkpoint, argument.
 
-    The message is one line: the value, the rule, the remedy. main.py prints it without a traceback. Every other
-    exception is a mistake in code and keeps its traceback.
+    The message is one line: the value, the rule, the remedy. main.py prints it without a traceback, as it does an
+    OSError. A mistake in code raises another exception, which keeps its traceback.
     """
 
 
