@@ -354,7 +354,7 @@ def test_a_bucket_that_refuses_a_run_is_named(scheme, store):
         'private/x': ' cannot be listed',
         'readonly/x': '/lock cannot be written',
         'nobucket/x': '/lock cannot be written',
-        'foreign/x': ' has checkpoint_5',
+        'foreign/x': ' is not a run of this program, and has checkpoint_5',
     }
     urls = [f'{scheme}://{name}' for name in faults]
     lines = run_in_another_process(REFUSED, urls, store)
