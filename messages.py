@@ -7,13 +7,21 @@ from collections.abc import Iterator
 class Refused(ValueError):
     """A value that a person typed or copied is wrong: a flag, setting, path, line of a file, checkpoint, argument.
 
-    The message is one line: the value, the rule, the remedy. main.py prints it without a traceback, as it does an
-    OSError. A mistake in code raises another exception, which keeps its traceback.
+    One line: value, rule, remedy. main.py prints it, and OSErrors, without the traceback that a mistake in code has.
     """
 
 
 class LossNotFinite(FloatingPointError):
     """A step of training gave a loss, a gradient or parameters that are not finite."""
+
+
+@contextlib.contextmanager
+def named(title: str) -> Iterator[None]:
+    """Begin a refusal with what it is about: a setting, a file, or a line of a file."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f'{title}: {error}') from error
 
 
 @contextlib.contextmanager

@@ -626,8 +626,7 @@ class DecoderLayer(hk.Module):
 def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
     """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
 
-    `mask_b1TT` is that of self-attention: a token sees itself, padding sees nothing. None in decoding. T5's MLP
-    reads no mask.
+    `mask_b1TT` is that of self-attention: padding sees nothing. None in decoding. T5's MLP does not read it.
     """
     y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
     y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b)
@@ -919,8 +918,7 @@ def dropout(
 def check_output(part: str, y: jax.Array, shape, dtype, name: str = 'output') -> None:
     """Raise ValueError unless y has `shape`, does not promote `dtype`, and is equal on all devices of 'model'.
 
-    y is what the submodule `part` of the current module returns. JAX knows all of this while it traces, on one device
-    too; nothing is computed.
+    y: the output of the submodule `part` of the current module. JAX knows all of this while it traces.
     """
     path = f'{hk.experimental.current_name()}/{part}'.removeprefix('~/')
     of_y = jax.typeof(y)

@@ -24,13 +24,11 @@ from messages import Refused, first_ten
 from randomness import permutation, random_bits
 from sources import (
     NO_SPLIT,
-    BadLine,
     Document,
     FileRecord,
     Record,
     Share,
     Source,
-    kind_of,
     names_of_values,
     weight_at,
 )
@@ -95,8 +93,7 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
         path, _, position = record.name.rpartition(':')
         if not path:
             return record.name
-        kind = self.source.bad_lines.kind or kind_of(path)
-        return BadLine(path, int(position), '', kind).name()
+        return self.source.bad_lines.line(path, int(position)).name()
 
     def add_bad(self, name: str, reason: str) -> None:
         """Count a bad record. Raise Refused if that stops the run (data.on_bad_line)."""

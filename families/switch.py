@@ -172,9 +172,8 @@ class Mlp(model.Mlp):
         y_SD = y_ePD.reshape(-1, c.emb_dim)
         place_t = jnp.where(place_t >= 0, place_t, len(y_SD))
         partial_tD = jnp.take(y_SD, place_t, axis=0, mode='fill', fill_value=0)
-        y_tD = partition.psum(
-            partial_tD, 'model'
-        )  # the sum over split experts, or their split width
+        # The sum over split experts, or their split width.
+        y_tD = partition.psum(partial_tD, 'model')
         return checkpoint_name(y_tD, 'sum')
 
 

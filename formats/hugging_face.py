@@ -21,7 +21,7 @@ import safetensors.numpy
 import model
 import paths
 from formats import default_ids, own_model, own_options
-from messages import Refused, first_ten
+from messages import Refused, first_ten, named
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
@@ -408,15 +408,13 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
                 entries[name] = entry
         arrays = StoredArrays(entries, has_own_lm_head=False)
     first_rows = {}
-    try:
+    with named(str(config_file)):
         if default_ids.has_default_ids(settings):
             is_tied = arrays.has_decoder and not arrays.has_own_lm_head
             first_rows[TOKEN_TABLE] = default_ids.rows_of_tokens(settings, is_tied)
             first_rows[LM_HEAD] = default_ids.ROWS_OF_LOGITS
             settings = {**settings, **default_ids.T5_IDS}
         config = _config(settings, arrays)
-    except Refused as error:
-        raise Refused(f'{config_file}: {error}') from None
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)

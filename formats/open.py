@@ -22,7 +22,7 @@ from configs import base
 from configs.check import read_stored
 from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
-from messages import Refused, first_ten
+from messages import Refused, first_ten, named
 from model import T5Config
 
 # Uses of a checkpoint: a model that decodes, its encoder alone, or whatever it holds.
@@ -226,13 +226,11 @@ def _config_beside(directory: paths.AnyPath) -> T5Config | None:
     # A setting that did not exist when the checkpoint was written has its default.
     defaults = base.get_config().model.to_dict()
     unknown = sorted(settings.keys() - defaults.keys())
-    try:
+    with named(f'{directory}/config.json'):
         if unknown or not isinstance(settings.get('options') or {}, dict):
             raise Refused(f'model has {unknown or "no group of options"}: restore it from a copy')
         module = own_model.module_of(directory, (defaults | settings)['module'])
         return own_model.load({**defaults, **settings, 'module': module})
-    except Refused as error:
-        raise Refused(f'{directory}/config.json: {error}') from None
 
 
 def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> T5Config:

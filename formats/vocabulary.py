@@ -18,7 +18,7 @@ import paths
 from configs import check as settings
 from formats import default_ids, tokenizer_json
 from formats.tokenizer_json import TokenizerVocabulary
-from messages import Refused, first_ten
+from messages import Refused, first_ten, named
 from paths import AnyPath
 from vocabulary import (
     DEFAULT_EXTRA_IDS,
@@ -89,7 +89,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
     """Return the vocabulary that `name` names. Errors begin with the name of the `setting`."""
     if name == 'bytes':
         return ByteVocabulary(extra_ids)
-    try:
+    with named(f'{setting}={str(name)!r}'):
         path = paths.to_path(name)
         if stored_data(path)['vocabulary'] == 'bytes':
             return ByteVocabulary(extra_ids)
@@ -104,8 +104,6 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         found = read_model(file, extra_ids, remedy='name another vocabulary')
         check_tokens(file.parent, found)
         return found
-    except Refused as error:
-        raise Refused(f'{setting}={str(name)!r}: {error}') from None
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:

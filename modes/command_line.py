@@ -197,9 +197,9 @@ def read_config(name: str) -> ConfigDict:
     except TypeError as error:
         raise Refused(f'--config={name}: {error}: write it with :ARG or without') from error
     config = get_config(*arguments)
-    return (
-        config.lock() if isinstance(config, ConfigDict) else config
-    )  # settings.check refuses that
+    if isinstance(config, ConfigDict):  # settings.check refuses another type
+        config.lock()
+    return config
 
 
 def explain_flag(error: flags.Error) -> str:

@@ -27,9 +27,9 @@ from ml_collections import ConfigDict
 import paths
 import tasks
 import tasks.open
-from messages import Refused
+from messages import Refused, named
 from run.examples import RECORDS_AT_ONCE, Example
-from sources import files, named, tables, value_at
+from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
@@ -43,11 +43,12 @@ class Spool:
 
     def __init__(self):
         self.file = tempfile.TemporaryFile(prefix='examples-')  # noqa: SIM115
+        self.folder = Path(tempfile.gettempdir())
         self.num_examples = 0
 
     def add(self, number: int, example: Example) -> None:
         """Append an example. Raises OSError, which names the folder (TMPDIR), where the disk is full."""
-        with paths.naming(Path(tempfile.gettempdir())):
+        with paths.naming(self.folder):
             pickle.dump((number, example), self.file)
         self.num_examples += 1
 

@@ -6,7 +6,6 @@ tokens. Imports no format and no jax.
 
 import abc
 import collections
-import contextlib
 import dataclasses
 import functools
 import json
@@ -279,15 +278,6 @@ class Source:
         return self.bad_lines.take()
 
 
-@contextlib.contextmanager
-def named(title: str) -> Iterator[None]:
-    """Begin a refusal with what it is about: a setting, or a line of a file."""
-    try:
-        yield
-    except Refused as error:
-        raise Refused(f'{title}: {error}') from error
-
-
 def bytes_of(value: Any) -> bytes:
     """Return a text, an array of ids, or another value of JSON or TFDS as bytes."""
     if isinstance(value, str):
@@ -315,7 +305,7 @@ class BadLines:
 
         `position` is the offset of the line in bytes, in a gzipped file the number of the line.
         """
-        line = BadLine(path, position, reason, self.kind or kind_of(path))
+        line = self.line(path, position, reason)
         if self.action == 'stop':
             raise Refused(f'data.on_bad_line=stop (skip leaves it out): {line.describe()}')
         with self._lock:
@@ -330,6 +320,9 @@ class BadLines:
                     f'{self._num_found:,} bad lines of {self.num_read:,}, more than {bound:,.0f} '
                     f'(data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
+
+    def line(self, path: str, position: int, reason: str = '') -> 'BadLine':
+        return BadLine(path, position, reason, self.kind or kind_of(path))
 
     def record(
         self, path: str, position: int, read: Callable, *arguments, num_lines: int = 1

@@ -15,7 +15,6 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 """
 
 import bisect
-import contextlib
 import functools
 import itertools
 import json
@@ -238,9 +237,11 @@ def decode(content: bytes, split: Split) -> dict:
         kind = feature.WhichOneof('kind')
         values = getattr(feature, kind).value if kind else []
         is_valid = not values or kind == info.stored_kind  # an empty list may be stored as any kind
-        with contextlib.suppress(OverflowError, ValueError):
+        try:
             example[name] = shaped(values, info) if is_valid else None
-        if example.get(name) is None:
+        except (OverflowError, ValueError):
+            example[name] = None
+        if example[name] is None:
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
             )

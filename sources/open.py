@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from absl import logging
 
 import paths
-from messages import Refused
+from messages import Refused, named
 from randomness import digest
-from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, named, pydoc, tfds
+from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, pydoc, tfds
 from sources.deal import RecordsInMemory
 from sources.files import (
     EMPTY_FILE,

@@ -278,9 +278,8 @@ def decode(group: RowGroup, columns: Sequence[str]) -> list:
             if kind_of_type(values.type) == 'text':
                 values = values.cast(pyarrow.large_binary())  # texts may not be UTF-8
             elif values.type == pyarrow.float32():
-                values = values.cast(pyarrow.string()).cast(
-                    pyarrow.float64()
-                )  # 3.8, not 3.79999995
+                # 3.8, not 3.79999995
+                values = values.cast(pyarrow.string()).cast(pyarrow.float64())
             arrays.append(pyarrow.DictionaryArray.from_arrays(column.indices, values))
     return arrays
 

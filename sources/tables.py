@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from absl import logging
 
-from messages import Refused, first_ten
-from sources import BadLine, BadLines, Record, named, names_of_values, value_at
+from messages import Refused, first_ten, named
+from sources import BadLine, BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, remedy_of_slots, templates_of
@@ -285,8 +285,8 @@ def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[
 
 def check_names(names: list[str], title: str) -> None:
     """Raise Refused if two columns have the same name, or none has one."""
-    named = list(filter(None, names))
-    if not named or len(set(named)) < len(named):
+    with_names = list(filter(None, names))
+    if not with_names or len(set(with_names)) < len(with_names):
         raise Refused(
             f'{title} has the columns {first_ten(list(map(repr, names)))}: name each differently'
         )
