@@ -987,6 +987,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
         shown = shown.split(text, 1)[1]
 
     wait_for(b'> ')
+    # CPython misses a signal that arrives between the prompt and its select: wait until it sleeps.
+    while pathlib.Path(f'/proc/{process.pid}/stat').read_text().rsplit(')')[-1].split()[0] != 'S':
+        time.sleep(0.01)
     os.write(terminal, b'half a line\x03')
     wait_for(b'> ')
     os.write(terminal, b'one\n')
