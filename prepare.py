@@ -33,6 +33,7 @@ from messages import Refused
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, verify, workdir
 from run.agreement import check_alike
+from run.examples import changes_of_targets
 from run.interval import NotFinite, read_count
 from run.introduction import introduction
 from run.lock import lock
@@ -195,10 +196,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             read_tasks = task_metrics.read_tasks(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
-        if not read_tasks:
-            with terminal.working('Reading the first texts'):
-                for line in task_metrics.changes_of_first_texts(training.tasks):
-                    terminal.line(line)
+        with terminal.working('Reading the first targets'):
+            for line in changes_of_targets(training.tasks):
+                terminal.line(line)
         if config.save.best_metric:
             task_metrics.check_best_metric(config, held_out, read_tasks)
 

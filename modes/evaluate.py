@@ -221,7 +221,7 @@ class CheckpointEvaluation:
             assert found is not None
             evaluated = task._replace(settings=identity)
             partition.in_all(functools.partial(self.write, evaluated, step, found))
-            self.console.line(task.describe(step, found.values))
+            self.console.line(results.describe(step, task.split, task.name, found.values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
@@ -229,7 +229,7 @@ class CheckpointEvaluation:
         """Write the results of a task at a step, and their events, in the first process."""
         with paths.naming(self.folder):
             if task_metrics.write_results(self.folder, task, step, found, self.console.line):
-                self.events.write(task.name, step, task.events(found.values))
+                self.events.write(task.name, step, found.events())
 
     def load(self, path: AnyPath) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""

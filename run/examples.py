@@ -3,6 +3,7 @@
 Imports no jax.
 """
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,11 @@ import numpy as np
 from messages import Refused
 from stream import TokenizedTask
 from tasks.preprocessors import Fields, text_of
-from vocabulary import UNK_ID, Vocabulary
+from vocabulary import Vocabulary
 
 SPLITS = ('train', 'validation', 'test')
 RECORDS_AT_ONCE = 128  # tokenized in one call
+FIRST_TARGETS = 100  # of each task, of which a run says how many its vocabulary changes
 PRETOKENIZED = '_pretokenized'  # T5X's suffix for the text that belongs to ids
 
 
@@ -58,52 +60,6 @@ class Example(NamedTuple):
         return found
 
 
-class TextChanges(NamedTuple):
-    """What a vocabulary changes of the texts of some examples: they are encoded, and decoded again."""
-
-    num_texts: dict[str, int]  # per feature
-    num_changed: dict[str, int]  # per feature
-    num_unknown_tokens: int
-    sample: str  # one that changes, and what it becomes
-
-    def changed(self, feature: str) -> str:
-        return f'{self.num_changed[feature]:,} of {self.num_texts[feature]:,} {feature}'
-
-    def __str__(self) -> str:
-        return (
-            f'{self.changed("targets")} and {self.changed("inputs")} change in the vocabulary, with '
-            f'{self.num_unknown_tokens:,} unknown token(s): {self.sample}'
-        )
-
-
-def text_changes(examples: Sequence[Example], vocabulary: Vocabulary) -> TextChanges | None:
-    """Return what a vocabulary changes of the texts of examples; None if it changes nothing.
-
-    Examples of a task cache that has ids alone are left out.
-    """
-    num_texts = {}
-    num_changed = {}
-    num_unknown_tokens = 0
-    sample = ''
-    for feature in ('targets', 'inputs'):
-        in_records = [example.text_of_record(feature) for example in examples]
-        texts = [text for text in in_records if text is not None]
-        num_texts[feature] = len(texts)
-        num_changed[feature] = 0
-        for text, ids in zip(texts, vocabulary.encode_as_arrays(texts), strict=True):
-            num_unknown_tokens += int(np.count_nonzero(ids == UNK_ID))
-            decoded = vocabulary.decode(ids)
-            if decoded != text:
-                num_changed[feature] += 1
-                if not sample:  # the part around the first difference
-                    first = len(os.path.commonprefix([text, decoded]))
-                    part = slice(max(first - 30, 0), first + 30)
-                    sample = f'{text[part]!r} becomes {decoded[part]!r}'
-    if not sample:
-        return None
-    return TextChanges(num_texts, num_changed, num_unknown_tokens, sample)
-
-
 def check_split(split: str) -> None:
     """Raise Refused for a value of --split that names no split."""
     if split not in SPLITS:
@@ -135,3 +91,33 @@ def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[Example
             fields = group[0].fields if task.source.is_tokenized else tokenized.texts
             for made in task.objective.examples([tokenized.name], [tokenized.ids]):
                 yield Example(fields, made.inputs, made.targets, made.is_trimmed)
+
+
+def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
+    """Yield a line for each task from text to text of whose first targets the vocabulary changes some.
+
+    A model cannot answer with such a text. Targets of a task cache that has ids alone are left out.
+    """
+    for task in tasks:
+        if not task.task.takes_inputs:
+            continue
+        examples: list[Example] = []
+        with contextlib.suppress(Exception):  # of a record: training raises it again at its step
+            examples.extend(read_split(task, 'train', FIRST_TARGETS))
+        in_records = [example.text_of_record('targets') for example in examples]
+        targets = [text for text in in_records if text is not None]
+        num_changed = 0
+        sample = ''
+        for text, ids in zip(targets, task.vocabulary.encode_as_arrays(targets), strict=True):
+            decoded = task.vocabulary.decode(ids)
+            if decoded != text:
+                num_changed += 1
+                if not sample:  # the part around the first difference
+                    first = len(os.path.commonprefix([text, decoded]))
+                    part = slice(max(first - 30, 0), first + 30)
+                    sample = f'{text[part]!r} becomes {decoded[part]!r}'
+        if num_changed:
+            yield (
+                f'task {task.name}: {num_changed} of the first {len(targets)} targets change by '
+                f'encoding and decoding: {sample}'
+            )

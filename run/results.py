@@ -275,15 +275,12 @@ def json_default(value: object) -> object:
     return str(value)
 
 
-def describe(
-    step: int, split: str, task: str, values: Mapping[str, float], notes: Mapping[str, str]
-) -> str:
-    """Return a small table of {metric: value} for the terminal. `notes`: {metric: text behind its value}."""
+def describe(step: int, split: str, task: str, values: Mapping[str, float]) -> str:
+    """Return a small table of {metric: value} for the terminal."""
     texts = {metric: f'{value:,.3f}' for metric, value in values.items()}
     metric_width = max(map(len, texts), default=0)
     text_width = max(map(len, texts.values()), default=0)
     lines = [f'Step {step:,}, {split}:']
     for metric, text in texts.items():
-        note = notes.get(metric, '')
-        lines.append(f'  {task}  {metric:{metric_width}}  {text:>{text_width}}{note}')
+        lines.append(f'  {task}  {metric:{metric_width}}  {text:>{text_width}}')
     return '\n'.join(lines)

@@ -4,15 +4,12 @@ Training computes them on the way ("inference_eval"), and `--mode=evaluate` for 
 SeqIO seqio/evaluation.py.
 """
 
-import contextlib
-import dataclasses
 import difflib
 import functools
 import hashlib
 import inspect
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,15 +31,12 @@ from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
 from run.decoding import decoding_of
-from run.examples import PRETOKENIZED, Example, TextChanges, read_split, text_changes
+from run.examples import PRETOKENIZED, Example, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
-from tasks import metrics
 from tasks.mixtures import MetricFn, Task
 from tasks.preprocessors import UNKNOWN
 from vocabulary import Vocabulary
-
-FIRST_TEXTS = 100  # training examples per task, compared if no task is evaluated
 
 
 class TaskMetrics(NamedTuple):
@@ -77,8 +71,8 @@ class TaskMetrics(NamedTuple):
         partition.in_all(
             lambda: write_results(self.workdir, self.task, step, found, self.console.line)
         )
-        self.console.line(self.task.describe(step, found.values))
-        return self.task.events(found.values)
+        self.console.line(results.describe(step, self.task.split, self.task.name, found.values))
+        return found.events()
 
 
 class EvaluatedTask(NamedTuple):
@@ -92,8 +86,6 @@ class EvaluatedTask(NamedTuple):
     config: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
     decoding: infer.Decoding = infer.Decoding()
-    changes: TextChanges | None = None  # to the texts, by the vocabulary
-    limits: Mapping[str, 'Limit'] = {}  # by metric; only of those that the changes make worse
 
     def postprocess(self, text: str, example: Example, is_target: bool) -> object:
         """Return what metrics compare of a text, the targets or an answer of an example."""
@@ -137,43 +129,16 @@ class EvaluatedTask(NamedTuple):
             return None
         return compute_metrics(self, answers, scores)
 
-    def describe(self, step: int, values: Mapping[str, float]) -> str:
-        """Return a small table of metrics, and what the vocabulary changes of the texts."""
-        if self.changes is None:
-            return results.describe(step, self.split, self.name, values, notes={})
-        targets = self.changes.changed('targets')
-        notes = {}
-        for metric, limit in self.limits.items():
-            notes[metric] = (
-                f', of {limit.side} {limit.value:,.3f}: {targets} change in the vocabulary'
-            )
-        table = results.describe(step, self.split, self.name, values, notes)
-        return f'{table}\n{self.name}: {self.changes}'
-
-    def events(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics under T5X's tags, and what the vocabulary changes of the texts, if anything."""
-        events = {f'eval/{name}': value for name, value in values.items()}
-        if self.changes is not None:
-            for feature, count in self.changes.num_changed.items():
-                events[f'num_{feature}_changed'] = count
-            events['num_unknown_tokens'] = self.changes.num_unknown_tokens
-        for name, limit in self.limits.items():
-            events[f'eval_limit/{name}'] = limit.value
-        return events
-
-
-class Limit(NamedTuple):
-    """The value of a metric for the targets as the vocabulary decodes them: no answer has a better one."""
-
-    value: float
-    side: str  # 'at most' or 'at least'
-
 
 class TaskResults(NamedTuple):
     """The values of a task's metrics, and a line of `results.Results` for each example."""
 
     values: dict[str, float]
     lines: list[dict[str, object]]
+
+    def events(self) -> dict[str, float]:
+        """Return the values under T5X's tags."""
+        return {f'eval/{name}': value for name, value in self.values.items()}
 
 
 class Stopped(Exception):
@@ -215,7 +180,7 @@ def read_tasks(
     opened: Sequence[OpenTask],
     report: Callable[[str], object],
 ) -> list[EvaluatedTask]:
-    """Read the examples of tasks, and report what the vocabulary and the metrics do to them."""
+    """Read the examples of tasks, and report how many were cut."""
     decoding = decoding_of(config.decode, vocabulary)
     infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises Refused
     found = []
@@ -224,25 +189,8 @@ def read_tasks(
         num_trimmed = sum(example.is_trimmed for example in task.examples)
         for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
             report(line)
-        if task.changes is not None:
-            report(f'{task.name}: {task.changes}')
-        for line in describe_tokens(task):
-            report(line)
         found.append(task)
     return found
-
-
-def changes_of_first_texts(training: Sequence[TokenizedTask]) -> Iterator[str]:
-    """Yield what the vocabulary changes of the first training texts of each task from text to text."""
-    for task in training:
-        if not task.task.takes_inputs:
-            continue
-        examples: list[Example] = []
-        with contextlib.suppress(Exception):  # of a record: training raises it again at its step
-            examples.extend(read_split(task, 'train', FIRST_TEXTS))
-        changes = text_changes(examples, task.vocabulary)
-        if changes is not None:
-            yield f'{task.name}, the first {len(examples)} training examples: {changes}'
 
 
 def read_task(
@@ -284,70 +232,10 @@ def read_task(
         config,
         decoding=decoding,
         settings=f'{digest(depends_on)} {content.hexdigest()}',
-        changes=text_changes(examples, vocabulary),
     )
     for example in examples:
         task.target(example)  # fails before the run begins, if it does
-    return task._replace(limits=limits_of(task))
-
-
-def decoded_targets(task: EvaluatedTask) -> list[str]:
-    """Return the targets of a task as its vocabulary decodes them: the answers of a perfect model."""
-    texts = [example.text('targets', task.vocabulary) for example in task.examples]
-    return list(map(task.vocabulary.decode, task.vocabulary.encode_as_arrays(texts)))
-
-
-def metrics_of_answers(task: EvaluatedTask, answers: Sequence[str]) -> dict[str, float]:
-    """Return the metrics of a task that are of answers, and not of scores."""
-    metric_fns = [metric_fn for metric_fn in task.task.metric_fns if not takes_scores(metric_fn)]
-    of_answers = task._replace(task=dataclasses.replace(task.task, metric_fns=metric_fns))
-    return compute_metrics(of_answers, answers, scores=None).values
-
-
-def limits_of(task: EvaluatedTask) -> dict[str, Limit]:
-    """Return the limit of each metric that what the vocabulary changes of the targets makes worse."""
-    if task.changes is None:
-        return {}
-    try:
-        targets = [example.text('targets', task.vocabulary) for example in task.examples]
-        of_targets = metrics_of_answers(task, targets)
-        of_decoded = metrics_of_answers(task, decoded_targets(task))
-    except Exception:  # the metric cannot take these answers
-        return {}
-    limits = {}
-    for name, value in of_decoded.items():
-        if value < of_targets[name]:
-            limits[name] = Limit(value, 'at most')
-        elif value > of_targets[name]:
-            limits[name] = Limit(value, 'at least')
-    return limits
-
-
-TOKENIZERS = {
-    'rouge': "data.metrics='rouge:unicode', or functools.partial(metrics.rouge, tokenizer='unicode')",
-    'bleu': "data.metrics='bleu:zh', 'bleu:ja-mecab' or 'bleu:char', or functools.partial(metrics.bleu, tokenizer='zh')",
-}
-
-
-def describe_tokens(task: EvaluatedTask) -> Iterator[str]:
-    """Yield a line for `bleu` and `rouge` if their tokenizers find no words in some targets."""
-    texts = [text for text in map(task.target, task.examples) if isinstance(text, str)]
-    for metric_fn in task.task.metric_fns:
-        tokenizer = metrics.tokenizer_of(metric_fn)
-        if tokenizer is None or not texts:
-            continue
-        missed = [text for text in texts if tokenizer.misses_words(text)]
-        if missed:
-            yield (
-                f'{len(missed):,} of {len(texts):,} targets of {task.name} have letters in which '
-                f'{tokenizer.metric} with tokenizer={tokenizer.name!r} finds no words, such as '
-                f'{missed[0]!r:.60}: right answers score too little; use {TOKENIZERS[tokenizer.metric]}.'
-            )
-        elif tokenizer.metric == 'bleu' and all(len(tokenizer.tokens(x)) < 4 for x in texts):
-            yield (
-                f'No target of {task.name} has 4 tokens, which bleu needs: right answers have bleu 0; use '
-                "accuracy, or data.metrics='bleu:char'."
-            )
+    return task
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
@@ -426,7 +314,7 @@ def write_results(
 def check_best_metric(
     config: ConfigDict, held_out: Stream, evaluated_tasks: Sequence[EvaluatedTask]
 ) -> None:
-    """Raise Refused unless one of the evaluations of a run gives `save.best_metric`, and can exceed 0 if it has to.
+    """Raise Refused unless one of the evaluations of a run gives `save.best_metric`.
 
     The names of task metrics are those of the targets, taken as answers.
     """
@@ -440,28 +328,13 @@ def check_best_metric(
         if not metric.startswith(f'{run}/'):
             available.append(f'{run}/METRIC')
             continue
-        answers = decoded_targets(task)
+        answers = [example.text('targets', task.vocabulary) for example in task.examples]
         scores = [0.0] * len(task.examples)
         for name in compute_metrics(task, answers, scores).values:
             available.append(best.metric_name(run, name))
-            is_chosen = available[-1] == metric and config.save.best_is == 'higher'
-            if is_chosen and cannot_exceed_zero(task, name, answers):
-                raise Refused(
-                    f'save.best_metric={metric!r} is at most 0, even for the targets: name a loss, or data.vocabulary'
-                )
     if metric not in available:
         nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
         raise Refused(f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one')
-
-
-def cannot_exceed_zero(task: EvaluatedTask, name: str, best_answers: Sequence[str]) -> bool:
-    """Return whether a metric of answers is 0 for the best ones, and not less for empty ones."""
-    limit = metrics_of_answers(task, best_answers).get(name, math.inf)
-    if not limit <= 0:
-        return False
-    with contextlib.suppress(Exception):  # the metric cannot take empty answers
-        return not metrics_of_answers(task, [''] * len(best_answers))[name] < limit
-    return True
 
 
 def validation_tags(config: ConfigDict) -> list[str]:

@@ -280,112 +280,6 @@ def test_templates_and_what_is_held_out_count(evaluated):
     assert len(set(found)) == len(found)
 
 
-SCRIPTS = {
-    'Chinese': ('zh_memo.jsonl', {'rouge': 12, 'bleu': 12}, 'rouge:unicode,bleu:zh'),
-    'Hindi': (['वह आज स्कूल गई थी', 'यह एक किताब है', 'yes'], {'rouge': 2}, 'rouge:unicode,bleu'),
-    'Thai': (['วันนี้อากาศดี', '5'], {'rouge': 1, 'bleu': 1}, 'rouge:unicode,bleu:char'),
-    'Japanese': (['今日は天気がいい', 'はい'], {'rouge': 2, 'bleu': 2}, 'bleu:char,rouge:unicode'),
-    'English': (['the cat sat on the mat', '5', '?'], {}, 'bleu:13a,rouge:ascii'),
-}
-
-
-@pytest.mark.parametrize('name', SCRIPTS)
-def test_words_that_a_metric_does_not_find_are_said(evaluated, tmp_path, name):
-    targets, expected, others = SCRIPTS[name]
-    file = tmp_path / 'a.jsonl'
-    if isinstance(targets, str):
-        shutil.copy(ROOT / 'tests/golden/hunt' / targets, file)
-    else:
-        rows = [{'inputs': f'{i}', 'targets': text} for i, text in enumerate(targets)]
-        file.write_text('\n'.join(map(json.dumps, rows)))
-    config = make_config(evaluated)
-    config.data.update(task='text_to_text', module='', test_files=str(file))
-    config.data.update(inputs='{inputs}', targets='{targets}')
-    config.infer_eval.update(task='', num_examples=12)
-    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
-
-    def lines_with(metric_names):
-        lines = []
-        config.data.metrics = metric_names
-        opened = infer_eval.open_tasks(config, 'test')
-        infer_eval.read_tasks(config, 'test', vocabulary, opened, lines.append)
-        return [line for line in lines if 'tokenizer' in line]
-
-    found = lines_with('bleu,rouge,accuracy')
-    assert len(found) == len(expected)
-    for metric, count in expected.items():
-        [line] = [line for line in found if f'in which {metric} with' in line]
-        assert line.startswith(f'{count} of ') and f"data.metrics='{metric}:" in line
-        assert '\n' not in line
-    assert lines_with(others) == []
-
-
-def test_a_tokenizer_in_a_task_of_ones_own(evaluated, tmp_path):
-    """It is an argument of the metric; a wrong one is named before anything is compiled."""
-    zh = ROOT / 'tests/golden/hunt/zh_memo.jsonl'
-    (tmp_path / 'mine.py').write_text(
-        'import functools\nfrom tasks import Task, metrics\n'
-        'def chinese(name, **changes):\n'
-        '    bleu = functools.partial(metrics.bleu, **changes)\n'
-        "    rouge = functools.partial(metrics.rouge, score_keys=['rougeL'], tokenizer='unicode')\n"
-        f"    return Task(name, files='{zh}', inputs='{{inputs}}', targets='{{targets}}', metric_fns=[bleu, rouge])\n"
-        "TASKS = [chinese('zh', tokenizer='zh'), chinese('odd', tokenizer='zhh'), chinese('none')]\n"
-    )
-    config = make_config(evaluated)
-    config.data.update(module=f'{tmp_path}/mine.py', validation_fraction=0.9)
-    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
-
-    def read(name, lines):
-        config.data.task = config.infer_eval.task = name
-        opened = infer_eval.open_tasks(config, 'validation')
-        return infer_eval.read_tasks(config, 'validation', vocabulary, opened, lines.append)
-
-    lines = []
-    [task] = read('zh', lines)
-    answers = [example.text('targets', vocabulary) for example in task.examples]
-    found = infer_eval.compute_metrics(task, answers, None).values
-    assert found == {'bleu': pytest.approx(100), 'rougeL': 100.0}
-    assert not any('tokenizer' in line for line in lines)
-    with pytest.raises(Refused, match="tokenizer='zhh'"):
-        read('odd', lines)
-    read('none', lines)
-    assert "metrics.bleu, tokenizer='zh'" in lines[-1]
-
-
-def test_short_targets_have_no_bleu(evaluated, tmp_path):
-    """In any language."""
-    lines = []
-    task = infer_eval.EvaluatedTask(
-        tasks.Task('t', metric_fns=[metrics.bleu]),
-        't',
-        'validation',
-        [infer_eval.Example({'targets': text}, None, np.ones(1), False) for text in ('a b c', 'd')],
-        None,
-        None,
-        '',
-    )
-    lines = list(infer_eval.describe_tokens(task))
-    assert lines == [line for line in lines if 'No target of t has 4 tokens' in line] != []
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_metric_of_another_script_on_the_command_line(evaluated, command_line, tmp_path):
-    """Right answers to come: before the first of them is computed, it is said what they can have."""
-    zh = ROOT / 'tests/golden/hunt/zh_memo.jsonl'
-    flags = ['--mode=evaluate', f'--checkpoint={evaluated}/run', '--step=3', '--split=test']
-    data = {'task': 'text_to_text', 'module': '', 'test_files': zh, 'inputs': '{inputs}'}
-    data |= {'targets': '{targets}', 'metrics': 'bleu,rouge'}
-    flags += [f'--config.data.{name}={value}' for name, value in data.items()]
-    flags += ['--config.infer_eval.task=', '--config.infer_eval.num_examples=5']
-    done = command_line(*flags, f'--output_dir={tmp_path}')
-    assert done.status == 0, done.stderr
-    said, _, results_of_step = done.stdout.partition('Step 3, test:')
-    assert '5 of 5 targets of text_to_text-test have letters in which rouge' in said
-    assert "data.metrics='rouge:unicode'" in said and "data.metrics='bleu:zh'" in said
-    assert 'text_to_text-test  bleu' in results_of_step
-
-
 def test_a_run_that_goes_on_with_other_settings_keeps_its_results(evaluated, tmp_path, capsys):
     """Files for the split test are such settings, too, which do not concern the examples of `rank`."""
     folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
@@ -660,11 +554,11 @@ def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path
 
 def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
     config = make_config(evaluated).data
-    config.files = 'mine.jsonl'
-    config.validation_split = 'test'
+    config.update(files='mine.csv', delimiter=';', validation_split='test')
     assert tasks.open.settings_of_task(config, 'qa') is config
     other = tasks.open.settings_of_task(config, 'rank')
-    assert (other.task, other.files, other.validation_split) == ('rank', '', '')
+    assert (other.task, other.files, other.delimiter) == ('rank', '', '')
+    assert other.validation_split == ''
     assert tasks.open.find(other).files.endswith('train.jsonl')
 
 
