@@ -204,8 +204,8 @@ def settings() -> ConfigDict:
     config.data.weight = ''
     # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
     # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
-    # empty, as in SQuAD 2.0). bleu and rouge find words as in T5. bleu:NAME finds them with a tokenizer
-    # of sacrebleu, such as bleu:zh, bleu:ja-mecab and bleu:char, and rouge:unicode in any script.
+    # empty, as in SQuAD 2.0). bleu and rouge find words as in T5, bleu:NAME and rouge:NAME with a
+    # tokenizer of sacrebleu: bleu:zh, bleu:ja-mecab, rouge:char.
     # infer_eval.every_steps or --mode=evaluate computes them.
     config.data.metrics = ''
     # True accepts empty targets, as of a question without an answer: such targets are EOS alone.

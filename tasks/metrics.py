@@ -7,12 +7,9 @@ Input that would give a wrong number raises an error; other wrong input raises w
 t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
 """
 
-import functools
-import inspect
 import itertools
 import math
 import numbers
-import os
 import re
 import string
 import unicodedata
@@ -21,7 +18,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import regex
 from sacrebleu.metrics import BLEU
 
 from messages import Refused
@@ -30,16 +26,6 @@ Values = dict[str, float]
 Metric = Callable[..., Mapping[str, float]]
 
 NUM_BOOTSTRAP_SAMPLES = 1000  # as in rouge_score
-
-# Scripts without spaces between words.
-UNSPACED = r'[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]'
-WORD_CHARACTERS = r'[\p{L}\p{M}\p{N}]'
-UNSPACED_LETTER = rf'[{UNSPACED}&&{WORD_CHARACTERS}]\p{{M}}*'
-UNICODE_TOKEN = regex.compile(rf'{UNSPACED_LETTER}|[{WORD_CHARACTERS}--{UNSPACED}]+', regex.V1)
-UNSPACED_LETTERS = regex.compile(f'({UNSPACED_LETTER}){{2}}', regex.V1)
-# Those of sacrebleu's tokenizers that find words by the spaces and marks around them.
-SPACED_TOKENIZERS = ('13a', 'intl', 'none', 'zh')  # 'zh' also parts Chinese characters
-ROUGE_TOKENIZERS = ('ascii', 'unicode')
 
 ENGLISH_ARTICLES = r'\b(a|an|the)\b'
 # MLQA's rules. The Arabic article is a prefix, which goes wherever its letters stand, as there.
@@ -54,79 +40,6 @@ ARTICLES = {
 }
 
 
-# How metrics find the words of a text.
-
-
-class Tokenizer(NamedTuple):
-    """What `bleu` or `rouge` takes for the words of a text."""
-
-    metric: str  # 'bleu' or 'rouge'
-    name: str
-    tokens: Callable[[str], list[str]]
-
-    def misses_words(self, text: str) -> bool:
-        """Return whether the letters of a text are in no token, or several words are in one."""
-        tokens = self.tokens(text)
-        if not tokens:
-            return regex.search(r'\p{L}', text) is not None
-        is_spaced = self.metric == 'bleu' and self.name in SPACED_TOKENIZERS
-        return is_spaced and any(map(UNSPACED_LETTERS.search, tokens))
-
-
-def tokenizer_of(metric_fn: Metric) -> Tokenizer | None:
-    """Return the tokenizer of `bleu` or `rouge`, also within functools.partial; None for other metrics.
-
-    Refuses a tokenizer that is unknown or not installed.
-    """
-    function = metric_fn.func if isinstance(metric_fn, functools.partial) else metric_fn
-    if function not in (bleu, bleu_of_references, rouge):
-        return None
-    name = inspect.signature(metric_fn).parameters['tokenizer'].default  # also a bound one
-    if function is rouge:
-        return Tokenizer('rouge', name, rouge_tokenizer(name))
-    tokenize = bleu_scorer(name).tokenizer
-    return Tokenizer('bleu', name, lambda text: tokenize(text.rstrip()).split())
-
-
-def bleu_scorer(tokenizer: str) -> BLEU:
-    """Return sacrebleu's BLEU, with its defaults: smoothing 'exp', case kept.
-
-    Refuses a tokenizer that is unknown, or that needs what is not there.
-    """
-    if tokenizer not in BLEU.TOKENIZERS:
-        raise Refused(f'tokenizer={tokenizer!r} of bleu: use one of {", ".join(BLEU.TOKENIZERS)}')
-    if tokenizer.startswith(('spm', 'flores', 'spBLEU')):
-        from sacrebleu.tokenizers.tokenizer_spm import SACREBLEU_DIR, SPM_MODELS  # takes a while
-
-        url = SPM_MODELS[tokenizer]['url']
-        file = os.path.join(SACREBLEU_DIR, 'models', os.path.basename(url))
-        if not os.path.exists(file):
-            raise Refused(f'tokenizer={tokenizer!r} of bleu: download its model {url} to {file}')
-    try:
-        return BLEU(tokenize=tokenizer)
-    except (RuntimeError, ImportError, AssertionError) as error:
-        language = tokenizer.partition('-')[0]
-        needed = f"pip install 'sacrebleu[{language}]'"
-        raise Refused(f'tokenizer={tokenizer!r} of bleu needs MeCab: {needed}') from error
-
-
-def rouge_tokenizer(name: str) -> Callable[[str], list[str]]:
-    """Return a function from a text to its tokens."""
-    if name not in ROUGE_TOKENIZERS:
-        raise Refused(f'tokenizer={name!r} of rouge: use one of {", ".join(ROUGE_TOKENIZERS)}')
-    if name == 'unicode':
-        return unicode_tokens
-    return lambda text: re.findall('[a-z0-9]+', text.lower())  # as rouge_score
-
-
-def unicode_tokens(text: str) -> list[str]:
-    """Return the runs of letters, marks and digits of any script, in lower case and NFKC.
-
-    A letter of a script without spaces between words, such as Chinese and Thai, is a token of its own.
-    """
-    return UNICODE_TOKEN.findall(unicodedata.normalize('NFKC', text).lower())
-
-
 # Translation and summarization.
 
 
@@ -135,7 +48,7 @@ def bleu(
     predictions: Sequence[str],
     tokenizer: str = 'intl',
 ) -> Values:
-    """Return {'bleu'} of sacrebleu over the corpus.
+    """Return {'bleu'} of sacrebleu over the corpus, with its defaults: smoothing 'exp', case kept.
 
     `targets`: a text for each prediction; or, with several references, lists of texts, each list a
     reference for all predictions. `tokenizer`: sacrebleu's; T5 has 'intl', most papers '13a'. For
@@ -145,7 +58,7 @@ def bleu(
     if isinstance(targets[0], list | tuple):
         references = list(targets)
         assert len(targets[0]) == len(predictions), 'each list is a reference for all predictions'
-    return {'bleu': bleu_scorer(tokenizer).corpus_score(predictions, references).score}
+    return {'bleu': BLEU(tokenize=tokenizer).corpus_score(predictions, references).score}
 
 
 def bleu_of_references(
@@ -155,84 +68,65 @@ def bleu_of_references(
     return bleu(list(itertools.zip_longest(*targets)), predictions, tokenizer)
 
 
-def bleu_signature(tokenizer: str = 'intl', num_references: int = 1) -> str:
-    """Return sacrebleu's description of how `bleu` computes, for a paper or a table."""
-    scorer = bleu_scorer(tokenizer)
-    scorer.corpus_score([''], [['']] * num_references)  # a signature has the number of references
-    return str(scorer.get_signature())
-
-
 def rouge(
     targets: Sequence[str] | Sequence[Sequence[str]],
     predictions: Sequence[str],
     score_keys: Sequence[str] = ('rouge1', 'rouge2', 'rougeLsum'),
     bootstrap_seed: int | None = None,
-    tokenizer: str = 'ascii',
+    tokenizer: str = '',
 ) -> Values:
     """Return the mean F1 of each score: 'rouge1' to 'rouge9', 'rougeL', 'rougeLsum'.
 
     Tokens are not stemmed. They are runs of a-z and 0-9, as in T5, so a text without them scores 0;
-    with tokenizer='unicode' they are those of `unicode_tokens`. A sentence ends at a newline, and at
-    ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
+    with a `tokenizer`, see `bleu`, they are sacrebleu's, in lower case. A sentence ends at a newline,
+    and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
     T5's `rouge`: the median of the means of 1,000 resamples. A target may be a list of references: the F1
     of the best one counts, as in rouge_score's `score_multi`. Source: Lin 2004; rouge_score 0.1.2.
     """
-    tokens_of = rouge_tokenizer(tokenizer)
+    tokenize = BLEU(tokenize=tokenizer).tokenizer if tokenizer else None
+
+    def tokens_of(line: str) -> list[str]:
+        if tokenize is None:
+            return re.findall('[a-z0-9]+', line.lower())
+        return tokenize(line.lower()).split()
 
     def sentences_of(text: str) -> list[list[str]]:
-        lines = text.replace(' . ', ' .\n').split('\n')
-        return list(map(tokens_of, lines))
+        return list(map(tokens_of, text.replace(' . ', ' .\n').split('\n')))
 
     references = [[target] if isinstance(target, str) else target for target in targets]
     target_sentences = [list(map(sentences_of, texts)) for texts in references]
     prediction_sentences = list(map(sentences_of, predictions))
     values = {}
     for key in score_keys:
-        score = rouge_scorer(key)
         f1 = []
-        for sentences_of_references, prediction in zip(
-            target_sentences, prediction_sentences, strict=True
-        ):
-            f1.append(max(score(target, prediction) for target in sentences_of_references))
+        for of_references, prediction in zip(target_sentences, prediction_sentences, strict=True):
+            f1.append(max(rouge_f1(key, target, prediction) for target in of_references))
         if bootstrap_seed is None:
             values[key] = mean_percent(f1)
             continue
         generator = np.random.default_rng(bootstrap_seed)
         array = np.array(f1)
-        means = []
-        for _ in range(NUM_BOOTSTRAP_SAMPLES):
-            rows = generator.integers(len(array), size=len(array))
-            means.append(array[rows].mean())
+        means = [generator.choice(array, len(f1)).mean() for _ in range(NUM_BOOTSTRAP_SAMPLES)]
         values[key] = 100 * float(np.median(means))
     return values
 
 
-def rouge_scorer(key: str) -> Callable[[list[list[str]], list[list[str]]], float]:
-    """Return the function (sentences of a target, of a prediction) -> F1 of a score of ROUGE."""
-    if key == 'rougeL':
-        return rouge_l
+def rouge_f1(key: str, target: list[list[str]], prediction: list[list[str]]) -> float:
+    """Return a score of ROUGE, from 0 to 1, of the sentences of a target and of a prediction."""
     if key == 'rougeLsum':
-        return rouge_l_sum
-    n = int(key.removeprefix('rouge'))
-    return functools.partial(rouge_n, n=n)
-
-
-def rouge_n(target: list[list[str]], prediction: list[list[str]], n: int) -> float:
-    """Return the F1 of n-grams, which go over the ends of sentences."""
-
-    def ngrams(sentences: list[list[str]]) -> list[tuple[str, ...]]:
-        tokens = list(itertools.chain(*sentences))
-        return list(zip(*[tokens[i:] for i in range(n)], strict=False))
-
-    return overlap_f1(ngrams(target), ngrams(prediction))
-
-
-def rouge_l(target: list[list[str]], prediction: list[list[str]]) -> float:
-    """Return the F1 of the longest common subsequence of the whole texts."""
+        return rouge_l_sum(target, prediction)
+    # N-grams and the longest common subsequence go over the ends of sentences.
     target_tokens = list(itertools.chain(*target))
     prediction_tokens = list(itertools.chain(*prediction))
-    length = common_lengths(target_tokens, prediction_tokens)[-1, -1]
-    return f_measure(length, len(target_tokens), len(prediction_tokens))
+    if key == 'rougeL':
+        length = common_lengths(target_tokens, prediction_tokens)[-1, -1]
+        return f_measure(length, len(target_tokens), len(prediction_tokens))
+    n = int(key.removeprefix('rouge'))
+    return overlap_f1(ngrams(target_tokens, n), ngrams(prediction_tokens, n))
+
+
+def ngrams(tokens: list[str], n: int) -> list[tuple[str, ...]]:
+    return list(zip(*[tokens[i:] for i in range(n)], strict=False))
 
 
 def rouge_l_sum(target: list[list[str]], prediction: list[list[str]]) -> float:
@@ -603,12 +497,8 @@ def matthews_corrcoef(targets: Sequence[object], predictions: Sequence[object]) 
     return {'matthews_corrcoef': 100 * float(correlation)}
 
 
-def areas_under_curves(
-    is_positive: np.ndarray, scores: np.ndarray, weights: np.ndarray | None = None
-) -> Values:
+def areas_under_curves(is_positive: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> Values:
     """Return {'auc-roc', 'auc-pr'}, from 0 to 1. A threshold takes all of equal scores at once."""
-    if weights is None:
-        weights = np.ones(len(scores))
     order = np.argsort(-scores)
     is_last_of_equals = np.append(np.diff(scores[order]) != 0, True)
     true_positives = np.cumsum((weights * is_positive)[order])[is_last_of_equals]

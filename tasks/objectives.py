@@ -8,11 +8,13 @@ import functools
 import itertools
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import regex
 from ml_collections import ConfigDict
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -46,7 +48,6 @@ from tasks.denoising import (
     random_prefix_noise_mask,
     without_spans_after,
 )
-from tasks.metrics import unicode_tokens
 from vocabulary import UNK_ID, Vocabulary
 
 # Noise that falls on each token alone, at data.noise_density.
@@ -199,6 +200,21 @@ class PrincipleSentences(Denoising):
             num_common.append(sum(common))
         # The words of both sides are those of the text.
         return 2 * np.array(num_common) / max(of_text.total(), 1)
+
+
+# Scripts without spaces between words.
+UNSPACED = r'[\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]'
+WORD_CHARACTERS = r'[\p{L}\p{M}\p{N}]'
+UNSPACED_LETTER = rf'[{UNSPACED}&&{WORD_CHARACTERS}]\p{{M}}*'
+UNICODE_TOKEN = regex.compile(rf'{UNSPACED_LETTER}|[{WORD_CHARACTERS}--{UNSPACED}]+', regex.V1)
+
+
+def unicode_tokens(text: str) -> list[str]:
+    """Return the runs of letters, marks and digits of any script, in lower case and NFKC.
+
+    A letter of a script without spaces between words, such as Chinese and Thai, is a token of its own.
+    """
+    return UNICODE_TOKEN.findall(unicodedata.normalize('NFKC', text).lower())
 
 
 # Language modelling.

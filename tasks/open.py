@@ -9,6 +9,7 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from ml_collections import ConfigDict
+from sacrebleu.metrics import BLEU
 
 import sources.open
 from messages import Refused
@@ -141,13 +142,25 @@ def metrics_of(config: ConfigDict, of_texts: Mapping[str, MetricFn]) -> list[Met
         name, colon, tokenizer = given.partition(':')
         takes_tokenizer = name in ('bleu', 'rouge')
         if name not in of_texts or name in found or (colon and not takes_tokenizer):
-            rule = f'use some of {", ".join(of_texts)}, each once, as bleu:zh and rouge:unicode'
+            rule = f'use some of {", ".join(of_texts)}, each once, as bleu:zh and rouge:zh'
             raise Refused(f'data.metrics={config.metrics!r}: {rule}')
         found[name] = of_texts[name]
         if colon:
             found[name] = functools.partial(found[name], tokenizer=tokenizer)
-            metrics.tokenizer_of(found[name])  # may refuse it
+            check_tokenizer(config.metrics, tokenizer)
     return list(found.values())
+
+
+def check_tokenizer(names: str, tokenizer: str) -> None:
+    """Refuse a tokenizer in data.metrics, `names`, that sacrebleu does not have or cannot open."""
+    if tokenizer not in BLEU.TOKENIZERS:
+        known = ', '.join(BLEU.TOKENIZERS)
+        raise Refused(f'data.metrics={names!r}: {tokenizer!r} is no tokenizer: use one of {known}')
+    try:
+        BLEU(tokenize=tokenizer)
+    except (RuntimeError, OSError) as error:  # its packages are missing, or its model is not there
+        reason = ' '.join(str(error).split())
+        raise Refused(f'data.metrics={names!r}: {reason}') from error
 
 
 def squad_of_one_answer(targets: Sequence[str], predictions: Sequence[str]) -> metrics.Values:

@@ -241,7 +241,6 @@ ROWS = [
     (f'{TINY} --config.data.task=t0_train --config.data.test_files=x', 'data.test_files'),
     (f'{QA} --config.data.metrics=bleu,blue', 'blue'),
     (f'{QA} --config.data.metrics=bleu:zhh', 'zhh'),
-    (f'{QA} --config.data.metrics=rouge:zh', 'rouge'),
     (f'{QA} --config.data.metrics=accuracy:zh', 'accuracy:zh'),
     (f'{TEXT} --config.data.inputs={{question}}', 'data.inputs'),
     *[(f'{QA} --config.data.targets={text}', 'data.targets') for text in ('yes', '{answer', '{}', '{answer:d}')],

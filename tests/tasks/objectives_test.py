@@ -6,6 +6,7 @@ t5/models/gin/objectives for the others. Masks are random there, so lengths and 
 """
 
 import re
+import unicodedata
 import zlib
 
 import chex
@@ -21,7 +22,7 @@ from messages import Refused
 from run.train_vocabulary import train_vocabulary
 from stream import OpenMixture, Stream
 from tasks import metrics, mixtures
-from tasks.objectives import OBJECTIVES
+from tasks.objectives import OBJECTIVES, unicode_tokens
 
 # Ids of text are below FIRST_SENTINEL, all different in a group of documents.
 VOCABULARY = vocabularies.ByteVocabulary(extra_ids=99_741)  # 100,000 ids
@@ -278,6 +279,16 @@ def test_bert_replaces_nine_of_ten_by_sentinels():
     assert is_near(num_random, 0.1 * num_noise)
 
 
+def test_tokens_of_any_script():
+    assert unicode_tokens('मैं हिन्दी, पढ़ता!') == ['मैं', 'हिन्दी', 'पढ़ता']
+    assert unicode_tokens('他用GPT4 写。') == ['他', '用', 'gpt4', '写']
+    assert unicode_tokens('コーヒー한국어 단어') == [*'コーヒー', '한국어', '단어']
+    assert unicode_tokens('กิน น้ำ') == ['กิ', 'น', 'น้ํ', 'า']
+    assert unicode_tokens("Größe isn't 5²") == ['größe', 'isn', 't', '52']
+    decomposed = unicodedata.normalize('NFD', 'Größe क़')
+    assert unicode_tokens(decomposed) == unicode_tokens('Größe क़')
+
+
 SENTENCES = (
     'It rains in the north. Does it rain in the south, too? The south is dry! One. It is true '
     'that the rain in the north fills the rivers of the south. Nobody knows version 1.2 of this. '
@@ -288,7 +299,7 @@ SENTENCES = (
 def straightforward_choice(text, number):
     """The sentences of `number` highest scores, in order."""
     sentences = re.split(r'(?<=[.!?])(?=\s)', text)
-    words = [metrics.unicode_tokens(sentence) for sentence in sentences]
+    words = [unicode_tokens(sentence) for sentence in sentences]
     scores = []
     for i in range(len(sentences)):
         rest = sum(words[:i] + words[i + 1 :], [])
