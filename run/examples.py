@@ -104,8 +104,11 @@ def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
         examples: list[Example] = []
         with contextlib.suppress(Exception):  # of a record: training raises it again at its step
             examples.extend(read_split(task, 'train', FIRST_TARGETS))
-        in_records = [example.text_of_record('targets') for example in examples]
-        targets = [text for text in in_records if text is not None]
+        targets = []
+        for example in examples:
+            text = example.text_of_record('targets')
+            if text is not None:
+                targets.append(text)
         num_changed = 0
         sample = ''
         for text, ids in zip(targets, task.vocabulary.encode_as_arrays(targets), strict=True):

@@ -93,8 +93,10 @@ def rouge(
     def sentences_of(text: str) -> list[list[str]]:
         return list(map(tokens_of, text.replace(' . ', ' .\n').split('\n')))
 
-    references = [[target] if isinstance(target, str) else target for target in targets]
-    target_sentences = [list(map(sentences_of, texts)) for texts in references]
+    target_sentences = []
+    for target in targets:
+        references = [target] if isinstance(target, str) else target
+        target_sentences.append(list(map(sentences_of, references)))
     prediction_sentences = list(map(sentences_of, predictions))
     values = {}
     for key in score_keys:
@@ -106,7 +108,9 @@ def rouge(
             continue
         generator = np.random.default_rng(bootstrap_seed)
         array = np.array(f1)
-        means = [generator.choice(array, len(f1)).mean() for _ in range(NUM_BOOTSTRAP_SAMPLES)]
+        means = []
+        for _ in range(NUM_BOOTSTRAP_SAMPLES):
+            means.append(generator.choice(array, len(f1)).mean())
         values[key] = 100 * float(np.median(means))
     return values
 

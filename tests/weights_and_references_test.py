@@ -16,10 +16,9 @@ import loss
 import partition
 import tasks.open
 import train
-from configs import check
 from formats.vocabulary import named_vocabulary
 from messages import Refused
-from prepare import make_spec, prepare
+from prepare import prepare
 from sources import weight_at
 from stream import Stream
 from tasks import metrics
@@ -180,27 +179,9 @@ def test_training_with_weights(tmp_path):
                 assert np.isfinite(zeros[key]) and (key != 'loss' or zeros[key] != plain[key])
 
 
-def test_settings_that_do_not_fit():
-    for settings, name in [
-        ({'weight': 'weight'}, "data.weight='weight'"),
-        ({'references': 'a {b}'}, 'data.references'),
-        ({'targets': '{a}', 'references': '{b}'}, 'data.references'),
-        ({'weight': '{w}'}, "data.weight='{w}'"),
-        ({'inputs': '{a}'}, "data.inputs='{a}'"),
-    ]:
-        config = make_config(**settings)
-        with pytest.raises(Refused, match=name):
-            for key in settings:
-                check.check_value(f'data.{key}', config[key])
-            tasks.open.open_mixture(config)
-    config = small_config('a.txt')
-    config.data.update(inputs='{q}', targets='{a}', weight='{w}')
-    assert make_spec(config).has_weights
-    config.loss.loss_normalizing_factor = 'AVERAGE_PER_SEQUENCE'  # without effect
-    with pytest.raises(Refused, match='data.weight'):
-        make_spec(config)
+def test_a_cache_has_no_weights():
     for name, value in {'weight': '{w}', 'target_choice': 'random'}.items():
-        with pytest.raises(Refused, match=f'data.{name}'):  # a cache has ids alone
+        with pytest.raises(Refused, match=f'data.{name}'):
             tasks.open.sources.open.check_not_of_records(make_config(**{name: value}))
 
 
