@@ -6,7 +6,6 @@ faulty_model.py brings faults into the model. Each is in one batch, by a letter 
 import dataclasses
 import functools
 import json
-import re
 
 import chex
 import faulty_model
@@ -19,6 +18,7 @@ import checkpoint
 import partition
 import state_names
 import train
+from messages import LossNotFinite
 from prepare import make_spec, prepare
 from run import verify
 
@@ -159,14 +159,6 @@ def document_of(step):
     return f'qa.jsonl:{RECORD_OF_STEP[step] * RECORD_BYTES}'
 
 
-def stopped(config, workdir):
-    """Run until the error that ends the run. Return its message."""
-    with pytest.raises(FloatingPointError) as error:
-        run(config, workdir)
-    assert not getattr(error.value, '__notes__', [])
-    return str(error.value)
-
-
 def count_of(workdir, step):
     return json.loads((workdir / f'checkpoint_{step}/not_finite.json').read_text())
 
@@ -175,10 +167,11 @@ def count_of(workdir, step):
 def test_stop_and_then_skip(tmp_path, capsys):
     """The run that continues is that of a step 5 without an update."""
     write_records(tmp_path, {5: 'logits'})
-    message = stopped(faulty_config('stop', tmp_path), tmp_path / 'run')
-    assert message.startswith('step 5 ')
-    assert document_of(5) in message and 'keeps checkpoint_4' in message
-    assert 'train.on_not_finite=skip' in message
+    with pytest.raises(LossNotFinite, match='step 5 ') as error:
+        run(faulty_config('stop', tmp_path), tmp_path / 'run')
+    remedies = 'learning_rate.base_learning_rate', 'train.on_not_finite=skip'
+    for words in (document_of(5), 'keeps checkpoint_4', *remedies):
+        assert words in str(error.value)
     assert checkpoint.steps(tmp_path / 'run') == [4]
     assert verify.verify(tmp_path / 'run' / 'checkpoint_4')
     config = faulty_config('skip', tmp_path)
@@ -212,10 +205,11 @@ def test_the_budget(tmp_path):
     settings = {'train.max_not_finite': 2, 'train.steps': 16, 'save.every_steps': 2}
     config = faulty_config('skip', tmp_path, **settings)
     stop_after(7, config, tmp_path / 'run')
-    message = stopped(config, tmp_path / 'run')
-    assert 'train.max_not_finite=2' in message
-    assert re.match('step 13 is not finite: loss [0-9.]+, gradient norm inf. ', message)
-    assert document_of(13) in message
+    with pytest.raises(
+        LossNotFinite, match='step 13 .* loss [0-9.]+, gradient norm inf. '
+    ) as error:
+        run(config, tmp_path / 'run')
+    assert document_of(13) in str(error.value) and 'train.max_not_finite=2' in str(error.value)
     assert count_of(tmp_path / 'run', checkpoint.steps(tmp_path / 'run')[-1]) == 2
     config.train.max_not_finite = 3
     run(config, tmp_path / 'run')
