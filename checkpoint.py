@@ -97,8 +97,8 @@ class Checksum(NamedTuple):
 class Saver:
     """Saves checkpoints into a workdir during training. Every process makes one and makes the same calls.
 
-    Keeps: the newest; the newest multiple of `period`; the `keep` best by `rank`, of finite rank; multiples of
-    `keep_every`; those with T5X's marker file PINNED. It deletes the others after each save.
+    Keeps: the newest; the `keep` best by `rank`, of finite rank; multiples of `keep_every`; those with T5X's marker
+    file PINNED. It deletes the others after each save.
     """
 
     folder: str | AnyPath
@@ -106,7 +106,6 @@ class Saver:
     keep_every: int = 0  # 0: none
     dtype: str = ''  # for saved parameters; '': their own
     rank: Callable[[int], float] = float  # step -> rank; by default the newest are best
-    period: int = 1
 
     def __post_init__(self) -> None:
         self.workdir = paths.to_path(self.folder, may_be_new=True)
@@ -214,8 +213,7 @@ class Saver:
         found = steps(self.workdir)
         ranked = [step for step in found if self.rank(step) > -math.inf]
         ranked.sort(key=self.rank, reverse=True)  # stable: the first of equal ones leads
-        multiples = [step for step in found if step % self.period == 0]
-        kept = ranked[: self.keep] + multiples[-1:] + found[-1:]
+        kept = ranked[: self.keep] + found[-1:]
         for step in found:
             directory = self.workdir / f'checkpoint_{step}'
             is_multiple = bool(self.keep_every) and step % self.keep_every == 0

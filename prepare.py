@@ -7,12 +7,11 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
@@ -31,10 +30,10 @@ from configs import check as settings
 from formats import best, own_model, own_options, t5x
 from messages import Refused
 from randomness import digest
-from run import checks, console, memory, results, start, task_metrics, verify, workdir
+from run import checks, console, memory, results, start, task_metrics, workdir
 from run.agreement import check_alike
 from run.examples import changes_of_targets
-from run.interval import NotFinite, read_count
+from run.interval import NotFinite
 from run.introduction import introduction
 from run.lock import lock
 from run.task_metrics import TaskMetrics
@@ -238,7 +237,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         interval = []
         num_not_finite = 0
         if begin.is_resumed:
-            num_not_finite = read_count(directory)
+            num_not_finite = json.loads((directory / 'not_finite.json').read_bytes())
             positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
             training.seek(positions[training.rows])
             if jax.process_index() == 0:  # counts are summed over processes
@@ -281,9 +280,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             ),
             *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
         ]
-        restore_newest = functools.partial(newest_saved, config, folder, spec, terminal.line)
-        restored = train.Restored(begin.step, state, interval)
-        progress = train.Progress(restored, end, restore_newest)
+        progress = train.Progress(begin.step, state, interval, end)
         # Differs from T5X's SaveBestCheckpointer, which by default also keeps checkpoints without a
         # value. Here a stop between two evaluations does not change which checkpoints a run leaves.
         saver = checkpoint.Saver(
@@ -292,7 +289,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             keep_every=config.save.keep_every,
             dtype=config.save.dtype,
             rank=lambda step: metrics.history(config.save).rank(step),
-            period=config.save.every_steps if config.train.on_not_finite == 'back' else 1,
         )
         kept = workdir.Workdir(folder, held, metrics, saver, files)
         stack.pop_all()  # the run keeps its lock
@@ -315,30 +311,6 @@ def wanted(spec: train.StepSpec) -> start.Wanted:
     """Return the contents that a checkpoint needs for a run to start from it."""
     shapes = checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
     return start.Wanted(spec.model_config, shapes, spec.trained)
-
-
-def newest_saved(
-    config: ConfigDict, folder: paths.AnyPath, spec: train.StepSpec, report: Callable[[str], None]
-) -> train.Restored:
-    """Restore the newest checkpoint of a run that goes back, if possible one at a multiple of save.every_steps.
-
-    A run that was stopped in between then goes back as far as one that was not. Later checkpoints are
-    deleted: their steps are taken again.
-    """
-    saved = checkpoint.steps(folder)
-    due = [step for step in saved if step % config.save.every_steps == 0]
-    if due and due[-1] < saved[-1]:
-        with contextlib.suppress(verify.Damaged):  # find_start sets it aside; later ones stay
-            verify.verify(folder / f'checkpoint_{due[-1]}')
-            if jax.process_index() == 0:
-                for step in saved:
-                    if step > due[-1]:
-                        checkpoint.delete(folder / f'checkpoint_{step}')
-            multihost_utils.sync_global_devices(f'{folder} has no later checkpoints')
-    begin = start.find_start(config, folder, wanted(spec), lines=[], report=report)
-    interval = folder / f'checkpoint_{begin.step}' / 'interval.json'
-    state = restore(spec, begin.leaves)
-    return train.Restored(begin.step, state, json.loads(interval.read_bytes()))
 
 
 def restore(

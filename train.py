@@ -35,16 +35,7 @@ from model import T5Config
 from run import console
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
-from run.interval import (
-    COUNT_FILE,
-    SKIP,
-    Clock,
-    Fault,
-    Interval,
-    Metrics,
-    NotFinite,
-    training_metrics,
-)
+from run.interval import Clock, Fault, Interval, Metrics, NotFinite, training_metrics
 from run.prefetch import PrefetchedBatch
 from run.workdir import Workdir, record_end
 from stream import Stream
@@ -78,11 +69,17 @@ def train_step(
     metrics['finite'] = jnp.isfinite(sum(totals))
     new = TrainState(state.step + 1, params, opt_state)
     if spec.skips_not_finite:
-        # Keep the old state; advance only the step and the counters that mirror it.
-        tree = state_names.to_t5x(new.step, state.params, state.opt_state)
-        old = TrainState(*state_names.from_t5x(tree, state.opt_state))
-        new = jax.tree.map(functools.partial(jnp.where, metrics['finite']), new, old)
+        new = skip_unless(metrics['finite'], new, state)
     return new, metrics
+
+
+def skip_unless(
+    condition: jax.Array, new: TrainState[jax.Array], old: TrainState[jax.Array]
+) -> TrainState[jax.Array]:
+    """Return `new` if `condition` holds, else `old` with the step of `new` and the counters that mirror it."""
+    tree = state_names.to_t5x(new.step, old.params, old.opt_state)
+    skipped = TrainState(*state_names.from_t5x(tree, old.opt_state))
+    return jax.tree.map(functools.partial(jnp.where, condition), new, skipped)
 
 
 def gradients(
@@ -310,16 +307,20 @@ class Progress:
     """How far a run has come, as a checkpoint keeps it."""
 
     def __init__(
-        self, begin: 'Restored', end: End | None, restore_newest: Callable[[], 'Restored']
+        self,
+        step: int,
+        state: TrainState[jax.Array],
+        interval: Sequence[dict[str, float]],
+        end: End | None,
     ):
-        self.first_step = begin.step
-        self.step = begin.step  # steps taken
-        self.state = begin.state
+        """`interval`: the metrics of the steps since the last logged one."""
+        self.first_step = step
+        self.step = step  # steps taken
+        self.state = state
         self.batch: PrefetchedBatch | None = None  # the batch of the last step
-        self.interval = Interval(begin.interval)
+        self.interval = Interval(interval)
         self.clock = Clock()
         self.end = end
-        self._restore_newest = restore_newest
 
     def take_step(self, run: ReadyRun, batch: PrefetchedBatch) -> None:
         on_devices = partition.place_rows(run.spec.mesh, batch.features)
@@ -329,23 +330,6 @@ class Progress:
         self.interval.add(metrics, batch.features, batch.before)
         if self.step == run.config.train.steps:
             self.end = End.STEPS
-
-    def rewind(self) -> None:
-        del self.state  # two may not fit into the devices' memory
-        restored = self._restore_newest()
-        self.step = restored.step
-        self.state = restored.state
-        self.interval = Interval(restored.interval)
-        self.clock.restart()
-        self.end = None
-
-
-class Restored(NamedTuple):
-    """The start of `Progress`, from a checkpoint or new."""
-
-    step: int
-    state: TrainState[jax.Array]
-    interval: list[dict[str, float]]  # metrics of the steps since the last logged one
 
 
 def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) -> int:
@@ -378,7 +362,9 @@ def train(run: ReadyRun | FinishedRun, stop: Callable[[], int] | None = None) ->
         run.workdir.saver.prune()  # an evaluation may have come after the checkpoint
         saved_steps = checkpoint.steps(run.workdir.path)
         if request.signal:
-            run.console.line(console.stopped(run.progress.step, saved_steps))
+            run.console.line(
+                f'Stopped after step {run.progress.step:,}, which is saved: the same command continues from there.'
+            )
         else:
             lines = console.ending(
                 run.workdir.path,
@@ -443,13 +429,8 @@ def take_steps(run: ReadyRun, stop: StopRequest) -> None:
         progress.interval.fetch()
         fault = find_fault(run)
         if fault is not None:
-            run.workdir.saver.wait()
-            run.not_finite.check_may_go_back(fault)
-            # Go back only at logged, saved or evaluated steps: they do not depend on the clock, so a
-            # resumed run goes back at the same step.
-            if any(due) and not stop.signal:
-                go_back(run, fault)
-            continue
+            run.workdir.saver.wait()  # the error names the newest checkpoint
+            raise run.not_finite.error(fault)
         if due.log or is_shown:
             log(run, due)
         with clock.paused():
@@ -537,27 +518,9 @@ def missing_evaluations(run: Run) -> list[Evaluation]:
 
 
 def find_fault(run: ReadyRun) -> Fault | None:
-    """Return the first step that made the state invalid; report the steps that were skipped."""
+    """Return the first step that ends the run; report the steps that were skipped."""
     progress = run.progress
     return run.not_finite.find(progress.interval, progress.step, run.stream, run.console.line)
-
-
-def go_back(run: ReadyRun, fault: Fault) -> None:
-    """Restore the newest checkpoint and leave out the batches since: they would lead to the same state."""
-    progress = run.progress
-    if not checkpoint.steps(run.workdir.path) or progress.end == End.EPOCHS:
-        raise run.not_finite.error(
-            fault, SKIP, 'No checkpoint or no batch is left to continue with'
-        )
-    before = progress.step
-    progress.rewind()
-    run.not_finite.count += 1
-    run.workdir.metrics.go_back(progress.step)
-    run.console.line(
-        f'{str(fault).capitalize()}. The run goes back to checkpoint_{progress.step} and leaves out the '
-        f'{before - progress.step:,} batch(es) since, {run.not_finite.used()}. '
-        f'Documents: {fault.documents}'
-    )
 
 
 def save(run: ReadyRun) -> None:
@@ -575,7 +538,7 @@ def save(run: ReadyRun) -> None:
         'data_files.json': json.dumps([x._asdict() for x in run.stream.mixture.files]).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval.metrics).encode(),
-        COUNT_FILE: json.dumps(run.not_finite.count).encode(),
+        'not_finite.json': json.dumps(run.not_finite.count).encode(),
     }
     run.workdir.saver.save(progress.step, saved_tree(run.spec, progress.state), files)
 

@@ -339,11 +339,10 @@ def settings() -> ConfigDict:
     config.train.epochs = Setting(0, STEPS_OR_NONE)
     # Evaluations without a better save.best_metric after which the run ends. 0 for any number.
     config.train.early_stopping = Setting(0, STEPS_OR_NONE)
-    # What to do about a step whose loss, gradient, update or optimizer state is not finite: stop the run;
-    # skip, which leaves parameters and optimizer state as they were; or go back to the newest checkpoint
-    # and leave out the batches since then.
-    config.train.on_not_finite = Setting('stop', choices=('stop', 'skip', 'back'))
-    # Such steps that a run may skip or go back over in its life. After these it stops.
+    # What to do about a step whose loss, gradient, update or optimizer state is not finite: stop the run, or
+    # skip the step, which leaves parameters and optimizer state as they were.
+    config.train.on_not_finite = Setting('stop', choices=('stop', 'skip'))
+    # Such steps that a run may skip in its life. After these it stops.
     config.train.max_not_finite = Setting(10, STEPS)
     # Rows of the global batch, over all devices.
     config.train.batch_size = Setting(128, SIZE)

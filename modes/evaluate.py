@@ -32,7 +32,7 @@ from randomness import digest
 from run import checks, results, task_metrics, workdir
 from run.console import Console
 from run.examples import check_split
-from sources.files import file_from_json
+from sources.files import FileRecord
 from stream import OpenTask
 
 SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
@@ -308,8 +308,8 @@ def check_files_of_run(
     if not stored or stored['data']['task'] != config.data.task or not file.exists():
         return
     try:
-        known = {file_from_json(record).content for record in json.loads(file.read_bytes())}
-    except (ValueError, KeyError, TypeError) as error:
+        known = {FileRecord(**record).content for record in json.loads(file.read_bytes())}
+    except (ValueError, TypeError) as error:
         raise Refused(f'{file} is damaged ({error}): restore it from a copy') from error
     found = tasks.open.find(config.data)
     for task in opened:

@@ -23,7 +23,7 @@ from configs.check import read_stored
 from messages import Refused
 from model import T5Config
 from sources import NO_SPLIT
-from sources.files import describe_changes, file_from_json
+from sources.files import FileRecord, describe_changes
 from stream import OpenMixture
 
 # The files that a run writes into its workdir. It refuses another folder that has one.
@@ -69,7 +69,6 @@ MAY_CHANGE = (
     'data/cache_dirs',
     'data/use_cached',
     'data/num_workers',
-    'data/allow_changed_files',  # only runs of 0.1.0 have it
     'data/tfds',
     'data/vocabulary',
     'data/on_bad_line',
@@ -212,10 +211,9 @@ def compare_settings(
         raise Refused(
             f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or name another --workdir'
         )
-    files = json.loads((directory / 'data_files.json').read_bytes())
-    # Only runs of 0.1.0 were continued on changed files.
-    if is_other_text or any(file.get('changes') for file in files):
-        changes_of_text = describe_changes([file_from_json(file) for file in files], mixture.files)
+    if is_other_text:
+        files = json.loads((directory / 'data_files.json').read_bytes())
+        changes_of_text = describe_changes([FileRecord(**file) for file in files], mixture.files)
         raise Refused(
             f'{workdir} holds a run on other text ({changes_of_text}): name another --workdir'
         )

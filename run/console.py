@@ -143,19 +143,6 @@ def stopped_early(step: int, config: ConfigDict) -> str:
     )
 
 
-def stopped(step: int, saved_steps: Sequence[int]) -> str:
-    """Return what a run says that a signal has stopped after a step."""
-    if step in saved_steps:
-        return (
-            f'Stopped after step {step:,}, which is saved: the same command continues from there.'
-        )
-    begin = f'step {saved_steps[-1]:,}' if saved_steps else 'the beginning'
-    return (
-        f'Stopped after step {step:,}, which is not saved, because the state is not finite: the same command '
-        f'continues from {begin}, and comes to this step again.'
-    )
-
-
 def ending(
     workdir: paths.AnyPath,
     limits: ConfigDict,

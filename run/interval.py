@@ -5,16 +5,12 @@ train.on_not_finite says:
 
     stop   raises FloatingPointError, which names the step and its documents
     skip   continues: the compiled step has left parameters and optimizer state as they were
-    back   restores the newest checkpoint, and continues with the batches that follow
 
-At most train.max_not_finite of these steps are skipped or gone back over in the life of a run: its
-checkpoints count them. Source: Chowdhery et al. 2022 (PaLM) §5.1, which goes back before a spike of the
-loss and leaves out the batches around it; T5X's skip_nan_updates (t5x/adafactor.py) and
-TerminateOnNanAction.
+At most train.max_not_finite of these steps are skipped in the life of a run: its checkpoints count them.
+Source: T5X's TerminateOnNanAction and skip_nan_updates (t5x/adafactor.py).
 """
 
 import contextlib
-import json
 import math
 import time
 import zlib
@@ -32,8 +28,6 @@ import validation
 from messages import LossNotFinite
 from stream import Stream
 
-COUNT_FILE = 'not_finite.json'  # `NotFinite.count`, in each checkpoint
-SKIP = 'train.on_not_finite=skip'
 Metrics = Mapping[str, jax.Array]  # one step's, on the devices
 
 
@@ -65,7 +59,7 @@ class Interval:
         fetched = jax.tree.map(float, jax.device_get(self._queued))
         for metrics, checksum in zip(fetched, self._checksums, strict=True):
             step = {**metrics, 'batch_crc32': checksum}
-            # A checkpoint of another version may have other metrics: drop its steps.
+            # A run may continue with changed code that has other metrics: drop the steps before.
             self.metrics = [other for other in self.metrics if other.keys() == step.keys()]
             self.metrics.append(step)
         self._queued.clear()
@@ -153,12 +147,6 @@ def training_metrics(
 # Steps that are not finite.
 
 
-def read_count(directory: paths.AnyPath) -> int:
-    """Return the count of a checkpoint, 0 of one that is older than these files."""
-    file = directory / COUNT_FILE
-    return json.loads(file.read_bytes()) if file.exists() else 0
-
-
 class Fault(NamedTuple):
     """A step that is not finite."""
 
@@ -178,7 +166,7 @@ class NotFinite:
     """The steps of a run that are not finite."""
 
     def __init__(self, config: ConfigDict, workdir: paths.AnyPath, first_step: int, count: int):
-        """`config`: config.train; `count`: of the steps that were skipped or gone back over."""
+        """`config`: config.train; `count`: the number of steps that were skipped."""
         self.action = config.on_not_finite
         self.max_count = config.max_not_finite
         self.workdir = workdir
@@ -188,7 +176,7 @@ class NotFinite:
     def find(
         self, interval: Interval, step: int, stream: Stream, report: Callable[[str], None]
     ) -> Fault | None:
-        """Return the first step of the interval that makes the state invalid, if there is one.
+        """Return the first step of the interval that ends the run, if there is one.
 
         Looks at the steps since the last call, up to `step`. Reports those that were skipped.
         """
@@ -196,8 +184,7 @@ class NotFinite:
             metrics = interval.metrics[-1 - ago]
             documents = '; '.join(stream.describe(interval.positions[-1 - ago]))
             fault = Fault(step - ago, metrics['loss'], metrics['gradient_norm'], documents)
-            if self.action != 'skip' or self.count == self.max_count:
-                del interval.positions[: -1 - ago]  # those of the valid steps before
+            if self.action != 'skip' or self.count >= self.max_count:
                 return fault
             self.count += 1
             text = str(fault).capitalize()
@@ -205,18 +192,16 @@ class NotFinite:
         interval.positions.clear()
         return None
 
-    def check_may_go_back(self, fault: Fault) -> None:
-        """Raise LossNotFinite unless the run may go back."""
-        if self.action == 'stop' or self.count == self.max_count:
-            reason = '' if self.action == 'stop' else f'The run has used up {self.used()}'
-            raise self.error(fault, f'{SKIP} or back, or a larger train.max_not_finite', reason)
-
     def used(self) -> str:
         return f'{self.count:,} of train.max_not_finite={self.max_count:,}'
 
-    def error(self, fault: Fault, remedy: str, reason: str = '') -> LossNotFinite:
-        """Return the error of a fault; `reason`: why the run may not continue."""
-        found = f'{fault}. {reason}' if reason else str(fault)
+    def error(self, fault: Fault) -> LossNotFinite:
+        """Return the error of a fault, with a remedy."""
+        found = str(fault)
+        remedy = 'train.on_not_finite=skip'
+        if self.action == 'skip':
+            found += f'. The run has used up {self.used()}'
+            remedy = 'a larger train.max_not_finite'
         saved = checkpoint.steps(self.workdir)
         kept = f'keeps checkpoint_{saved[-1]}' if saved else 'has no checkpoint yet'
         advice = f'Try a smaller learning_rate.base_learning_rate, a longer warm-up, or {remedy}'

@@ -76,26 +76,16 @@ class Metrics:
     """metrics.jsonl and TensorBoard. To send all numbers elsewhere as well, add a line to `write`."""
 
     def __init__(self, workdir: paths.AnyPath, lines: Sequence[Mapping], corpus: str):
+        """Begin with `lines`, those before the next step: later steps are taken again."""
         self.corpus = corpus
-        self.workdir = workdir
         self.file = workdir / 'metrics.jsonl'
         self.events = Events(workdir)
         # The lines of evaluations; only the first process has them.
         self.evaluations: list[Mapping] = []
         if jax.process_index() == 0:
-            self._begin(lines)
-
-    def _begin(self, lines: Sequence[Mapping]) -> None:
-        """Begin with `lines`, those before the next step: later steps are taken again."""
-        self.evaluations = [line for line in lines if line['run'] != 'train']
-        self.content = ''.join(json.dumps(line) + '\n' for line in lines).encode()
-        paths.replace_file(self.file, self.content)
-
-    def go_back(self, step: int) -> None:
-        """Drop the lines of the steps after `step`, which are taken again."""
-        if jax.process_index() == 0:
-            lines = best.read_metrics(self.workdir)
-            self._begin([line for line in lines if line['step'] <= step])
+            self.evaluations = [line for line in lines if line['run'] != 'train']
+            self.content = ''.join(json.dumps(line) + '\n' for line in lines).encode()
+            paths.replace_file(self.file, self.content)
 
     def history(self, save: Mapping) -> best.History:
         """Return the values of `save.best_metric` so far; only the first process has them."""

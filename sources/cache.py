@@ -199,7 +199,7 @@ def described_by_both(one: dict, other: dict) -> dict:
 def write_info(folder: Path, split: str, statistics: Sequence[Mapping]) -> None:
     """Write info and stats of a split from the statistics of its shards."""
     total = {'examples': sum(shard['examples'] for shard in statistics)}
-    fields = [shard.get('fields', {}) for shard in statistics if shard['examples']]
+    fields = [shard['fields'] for shard in statistics if shard['examples']]
     features: dict = {}
     if fields:
         for name, field in functools.reduce(described_by_both, fields).items():

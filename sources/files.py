@@ -113,11 +113,6 @@ def matching_files(name: str) -> dict[str, paths.FileStatus]:
     return files
 
 
-def file_from_json(content: Mapping) -> FileRecord:
-    """Return one of the files of data_files.json; a run of 0.1.0 kept more of it."""
-    return FileRecord(*[content[name] for name in FileRecord._fields])
-
-
 def read_records(split: str, files: Mapping[str, paths.FileStatus]) -> list[FileRecord]:
     """Return the records of files, in the order in which the files are read."""
 

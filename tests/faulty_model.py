@@ -4,7 +4,7 @@ The letters are bytes of the byte vocabulary. A row without one has the values o
 """
 
 import dataclasses
-import string
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +12,29 @@ import jax.numpy as jnp
 import model
 
 BYTE_OFFSET = 3  # the id of byte b is b + 3
-PLACES = ('logits', 'activations', 'gradients')
-VALUES = {'nan': float('nan'), 'inf': float('inf'), '1e4': 1e4, '1e25': 1e25}
-LETTERS = dict(
-    zip(
-        [(place, value) for place in PLACES for value in VALUES],
-        string.ascii_uppercase,
-        strict=False,
-    )
-)
 
 
-def token_of(place, value):
-    """Return the id that brings a fault."""
-    return ord(LETTERS[place, value]) + BYTE_OFFSET
+class Fault(NamedTuple):
+    letter: str
+    value: float
+
+    @property
+    def token(self):
+        """The id that brings the fault."""
+        return ord(self.letter) + BYTE_OFFSET
+
+
+PLACES = {
+    'logits': Fault('A', float('nan')),
+    'activations': Fault('B', float('inf')),
+    'gradients': Fault('C', 1e25),
+}
 
 
 def factors(place, tokens):
     """Return 1 for each token, or the value of the fault that it brings in a place."""
-    found = jnp.ones(tokens.shape, jnp.float32)
-    for name, value in VALUES.items():
-        found = jnp.where(tokens == token_of(place, name), value, found)
-    return found
+    fault = PLACES[place]
+    return jnp.where(tokens == fault.token, fault.value, jnp.float32(1))
 
 
 @jax.custom_vjp

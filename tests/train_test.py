@@ -114,14 +114,13 @@ class Loop:
         saver = checkpoint.Saver(self.folder)
         held = lock(self.folder / 'lock', 'the run', 'wait')
         self.batches = []
-        begin = train.Restored(step, state_of_step(step), [])
         common = [
             config,
             Workdir(self.folder, held, metrics, saver, files={}),
             Console(),
             stream,
             evaluations,
-            train.Progress(begin, end, lambda: self.restored()),
+            train.Progress(step, state_of_step(step), [], end),
         ]
         run = train.FinishedRun(*common)
         if end is None:
@@ -133,10 +132,6 @@ class Loop:
             )
         self.prepared = run
         return train.train(run, stop)
-
-    def restored(self):
-        [*_, step] = checkpoint.steps(self.folder)
-        return train.Restored(step, state_of_step(step), [])
 
     def steps_of(self, name):
         return [line['step'] for line in metrics_of(self.folder) if line['run'] == name]
@@ -221,54 +216,22 @@ def test_epochs_end_a_run(loop):
     assert checkpoint.steps(run.folder) == [3] == run.steps_of('train')[-1:]
 
 
-@pytest.mark.parametrize(
-    'first, faulty, left_out',
-    [
-        (0, 6, 2),
-        (4, 5, 2),  # step 5 is shown, because it is the first one, but nothing is due after it
-        (4, 8, 4),  # the last one
-    ],
-)
-def test_going_back(loop, capsys, first, faulty, left_out):
-    """The steps since checkpoint_4 are taken again; what was logged of them is dropped."""
-    run = loop(**{'train.on_not_finite': 'back'})
-    if first:
-        run.config.train.steps = first
-        assert run.run([Losses('training_eval/a', 3)]) == 0
-        run.config.train.steps = 8
-
-    def take(state, batch, losses, seen):
-        losses = {faulty: np.nan} if len(seen) == faulty - first - 1 else {}
-        return take_step(state, batch, losses, seen)
-
-    assert run.run([Losses('training_eval/a', 3)], step=first, take=take) == 0
-    assert len(run.batches) == 8 - first + left_out and len(set(run.batches)) > 1
-    assert run.steps_of('train') == [2, 4, 6, 8]
-    assert run.steps_of('training_eval/a') == [3, *([4] if first else []), 6, 8]
-    assert run.prepared.not_finite.count == 1
-    text = f'goes back to checkpoint_4 and leaves out the {left_out} batch(es)'
-    assert text in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    'action, losses, step',
-    [
-        ('stop', {3: np.nan}, 'step 3'),
-        ('back', {2: np.inf}, 'step 2'),
-        ('back', {1: np.nan}, 'step 1'),
-    ],
-)
-def test_a_loop_that_may_not_go_back(loop, action, losses, step):
-    run = loop(**{'train.on_not_finite': action})
-    with pytest.raises(LossNotFinite, match=step):
-        run.run(losses=losses)
+def test_a_step_that_is_not_finite_stops_the_loop(loop):
+    run = loop()
+    with pytest.raises(LossNotFinite, match='step 3'):
+        run.run(losses={3: np.nan})
     assert checkpoint.steps(run.folder) == []
 
 
 def test_skipped_steps_count(loop):
-    run = loop(**{'train.on_not_finite': 'skip', 'train.max_not_finite': 2})
-    assert run.run(losses={2: np.nan, 3: np.nan}) == 0
-    assert run.prepared.not_finite.count == 2
+    """A logged line has the means of the other steps; without one it has no loss."""
+    run = loop(**{'train.on_not_finite': 'skip', 'train.max_not_finite': 3})
+    assert run.run(losses={2: np.nan, 3: np.nan, 4: np.inf}) == 0
+    assert run.prepared.not_finite.count == 3
+    lines = metrics_of(run.folder)
+    assert [line.get('skipped_steps') for line in lines] == [1, 2, None, None]
+    assert ['loss' in line for line in lines] == [True, False, True, True]
+    assert lines[0]['weight_gradient_norm'] == 1.0
     other = loop(**{'train.on_not_finite': 'skip', 'train.max_not_finite': 1})
     shutil.rmtree(run.folder)
     with pytest.raises(LossNotFinite, match='train.max_not_finite'):

@@ -16,7 +16,6 @@ import checkpoint
 import infer
 import paths
 import train
-from configs import base
 from formats.best import read_metrics
 from messages import Refused
 from prepare import prepare
@@ -270,72 +269,26 @@ def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
 # Settings.
 
 
-def test_a_setting_that_an_older_run_lacks_counts_as_its_default(
-    corpus, uninterrupted, tmp_path, monkeypatch
-):
-    """A setting is newer than the run: it resumes with the default and with nothing else."""
-    shutil.copytree(uninterrupted, tmp_path / 'run')
-    get_config = base.get_config
-
-    def get_newer_config():
-        config = get_config()
-        with config.unlocked():
-            config.optimizer.name = 'adafactor'
-        return config
-
-    monkeypatch.setattr(base, 'get_config', get_newer_config)
-    config = small_config(corpus)
-    config.optimizer.name = 'adamw'
-    with pytest.raises(Refused, match="optimizer/name: 'adafactor' -> 'adamw'"):
-        prepare(config, tmp_path / 'run')
-    config.optimizer.name = 'adafactor'
-    train.train(prepare(config, tmp_path / 'run'))
-    settings = json.loads((tmp_path / 'run/config.json').read_text())
-    assert settings['optimizer']['name'] == 'adafactor'
-
-
-def as_saved_by_0_1_0(run, changes):
-    """Write into a run what only 0.1.0 kept: a setting, and how each file was cut into blocks."""
-    for folder in (run, *run.glob('checkpoint_*')):
-        settings = json.loads((folder / 'config.json').read_text())
-        settings['data']['allow_changed_files'] = True
-        (folder / 'config.json').write_text(json.dumps(settings))
-    for folder in run.glob('checkpoint_*'):
-        files = json.loads((folder / 'data_files.json').read_text())
-        for file in files:
-            file.update(samples=[7] * 16, layout='f0', changes=changes)
-        (folder / 'data_files.json').write_text(json.dumps(files))
-        manifest = json.loads((folder / 'manifest.json').read_text())
-        for name in ('config.json', 'data_files.json'):
-            manifest['files'][name] = checkpoint.checksum(folder / name)
-        content = checkpoint.pack_manifest(manifest['step'], manifest['files'])
-        (folder / 'manifest.json').write_bytes(content)
-
-
-def test_a_run_that_could_go_on_with_corrected_files_goes_on(corpus, finished, tmp_path):
-    """data.allow_changed_files is gone: a run whose files were never corrected needs none of it."""
-    shutil.copytree(finished, tmp_path / 'run')
-    as_saved_by_0_1_0(tmp_path / 'run', changes=[])
-    prepared = prepare(small_config(corpus, steps=3), tmp_path / 'run')
-    prepared.workdir.lock.close()
-    assert prepared.progress.step == 3
-    settings = json.loads((tmp_path / 'run/config.json').read_text())
-    assert 'allow_changed_files' not in settings['data']
+def test_a_setting_that_a_run_lacks_counts_as_its_default(finished, tmp_path):
+    directory = shutil.copytree(finished / 'checkpoint_3', tmp_path / 'checkpoint_3')
+    settings = json.loads((directory / 'config.json').read_text())
+    z_loss = settings['loss'].pop('z_loss')
+    (directory / 'config.json').write_text(json.dumps(settings))
+    settings['loss']['z_loss'] = z_loss
+    checks.compare_settings(directory, settings, options={}, mixture=None)
+    settings['loss']['z_loss'] = 2 * z_loss
+    with pytest.raises(Refused, match='loss/z_loss'):
+        checks.compare_settings(directory, settings, options={}, mixture=None)
 
 
 @pytest.mark.slow
-def test_a_run_on_corrected_files_is_refused(corpus, finished, tmp_path):
-    """Its position is in blocks that are no longer known; other files are no longer read at all."""
+def test_a_run_on_changed_files_is_refused(corpus, finished, tmp_path):
     shutil.copytree(finished, tmp_path / 'run')
     moved = shutil.copy(corpus, tmp_path)
     with open(moved, 'a') as file:
         file.write('one line more\n')
-    config = small_config(str(moved), steps=3)
     with pytest.raises(Refused, match='made_up.txt'):
-        prepare(config, tmp_path / 'run')
-    as_saved_by_0_1_0(tmp_path / 'run', changes=[[2, [0, 1, 2, 3], [0, 1, 3, 4]]])
-    with pytest.raises(Refused, match='--workdir'):
-        prepare(small_config(corpus, steps=3), tmp_path / 'run')
+        prepare(small_config(str(moved), steps=3), tmp_path / 'run')
 
 
 def test_a_setting_that_no_longer_exists_is_a_change():

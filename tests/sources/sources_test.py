@@ -387,7 +387,7 @@ def test_changes_of_files_are_described(tmp_path):
     describe = sources.files.describe_changes
     old = write_text_files(tmp_path / 'a')
     contents = json.loads(json.dumps([file._asdict() for file in old.files]))
-    kept = [sources.files.file_from_json(file) for file in contents]
+    kept = [sources.files.FileRecord(**file) for file in contents]
     assert kept == list(old.files)
     changed = tmp_path / 'a/3.txt'
     changed.write_text(changed.read_text().replace('line 3 7', 'line 3 8', 1))  # same size
