@@ -12,8 +12,8 @@
     python main.py --mode=tasks [NAME] [--examples=3] [--split=test] [--vocabulary=FILE]
 
 Exit status: 0 done; 1 failed, after the steps before are saved; 2 bad arguments or configuration;
-129, 130 and 143 after SIGHUP, SIGINT and SIGTERM. A wrong value (a flag, a setting, a file) is one line on
-stderr; a mistake in code, ours or yours, is Python's traceback. After a signal the run finishes and saves
+128 + its number after SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU. A wrong value (a flag, a setting,
+a file) is one line on stderr; a mistake in code, ours or yours, is Python's traceback. After a signal the run finishes and saves
 its step, and the same command continues from there. A second signal ends the process at once.
 
 Compiled programs are kept for the next command in ~/.cache/t5_in_haiku (XDG_CACHE_HOME moves it);

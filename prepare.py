@@ -126,6 +126,16 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
             begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
+        # Removes unfinished saves, which may fill the disk, before anything is written.
+        # Differs from T5X's SaveBestCheckpointer, which by default also keeps checkpoints without a
+        # value. Here a stop between two evaluations does not change which checkpoints a run leaves.
+        saver = checkpoint.Saver(
+            folder,
+            keep=config.save.keep,
+            keep_every=config.save.keep_every,
+            dtype=config.save.dtype,
+            rank=lambda step: metrics.history(config.save).rank(step),
+        )
         directory = folder / f'checkpoint_{begin.step}'  # if the run resumes
         num_logged = begin.step if begin.is_resumed else 0
         kept_lines = [line for line in lines if line['step'] <= num_logged]
@@ -281,15 +291,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
         ]
         progress = train.Progress(begin.step, state, interval, end)
-        # Differs from T5X's SaveBestCheckpointer, which by default also keeps checkpoints without a
-        # value. Here a stop between two evaluations does not change which checkpoints a run leaves.
-        saver = checkpoint.Saver(
-            folder,
-            keep=config.save.keep,
-            keep_every=config.save.keep_every,
-            dtype=config.save.dtype,
-            rank=lambda step: metrics.history(config.save).rank(step),
-        )
         kept = workdir.Workdir(folder, held, metrics, saver, files)
         stack.pop_all()  # the run keeps its lock
     if planned.step is None:

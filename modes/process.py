@@ -10,7 +10,7 @@
 | threads of TensorBoard show no OSError (threading.excepthook) | `begin` | its end |
 | no search for cycles (gc) | `begin` | `Signals.begin_work` |
 | large blocks of memory are returned at once (mallopt) | `returning_large_blocks` | the with ends |
-| SIGHUP, SIGINT and SIGTERM | `Signals` | its end |
+| `SIGNALS` | `Signals` | its end |
 | line editing of `input` (readline) | `read_line` | its end |
 | SIGPIPE | `end_with_reader` | its end |
 | TF_CPP_MIN_LOG_LEVEL, if several processes run | `set_variables` | its end |
@@ -43,6 +43,16 @@ SETTING = 'glibc.malloc.hugetlb=1'
 FIRST_VERSION = 'glibc 2.35'  # earlier ones lack the setting
 # The kernel's policy: always, madvise or never.
 POLICY = Path('/sys/kernel/mm/transparent_hugepage/enabled')
+
+# Signals that ask a run to end: of a terminal, and of SLURM, SGE and LSF before a job's time is over.
+SIGNALS = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
 
 # After a signal, in modes that have parts of their work on the disk.
 SAME_COMMAND = 'the same command continues'
@@ -162,12 +172,12 @@ def on_warning(text: str, act: Callable[[], None]) -> None:
 
 
 class Signals:
-    """A listener for SIGHUP, SIGINT and SIGTERM.
+    """A listener for `SIGNALS`.
 
     `number` is the first signal, which the loop asks for between two steps. A second signal ends
     the process at once, and so does the first if there is nothing to save (`can_wait` is False).
     A thread listens, because a handler in Python would have to wait for XLA, which may compile for
-    minutes. SIGHUP stays ignored under nohup.
+    minutes. SIGHUP stays ignored under nohup. The kernel repeats SIGXCPU each second: it is no second signal.
     """
 
     def __init__(self) -> None:
@@ -180,7 +190,7 @@ class Signals:
         self.incoming, self.outgoing = socket.socketpair()
         self.outgoing.setblocking(False)
         signal.set_wakeup_fd(self.outgoing.fileno())
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             # Without a handler nothing is written to the descriptor.
@@ -202,6 +212,8 @@ class Signals:
         while True:
             [number] = self.incoming.recv(1)
             if number == signal.SIGINT and self.raises_interrupts:
+                continue
+            if number == signal.SIGXCPU and self.number:
                 continue
             if not self.can_wait:
                 self.end(number, self.advice)

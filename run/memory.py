@@ -26,8 +26,6 @@ DEVICE_MEMORY = {
     'NVIDIA H200': 0.75 * 151_397_597_184,
 }
 MEMORY_FRACTION = 0.9  # a step's share; the rest is left to data, program and system
-# The memory limits of a container, in the two versions of cgroups.
-CGROUP_LIMITS = ('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_bytes')
 
 
 class Plan(NamedTuple):
@@ -144,10 +142,7 @@ def memory_limit(mesh: Mesh) -> float:
     limits: list[float] = [math.inf]
     if kernels.is_on_cpu(mesh.abstract_mesh):
         limits.append(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))
-        for file in CGROUP_LIMITS:
-            text = Path(file).read_text().strip() if os.path.exists(file) else ''
-            if text.isdigit():
-                limits.append(int(text))
+        limits += cgroup_limits()
     else:
         for device in mesh.local_devices:
             try:
@@ -157,3 +152,24 @@ def memory_limit(mesh: Mesh) -> float:
             limits.append(statistics.get('bytes_limit', math.inf))
     limit = min(x for x in limits if x > 0)
     return MEMORY_FRACTION * float(partition.from_processes(np.array([limit])).min())
+
+
+def cgroup_limits(root: Path = Path('/')) -> list[int]:
+    """Return the memory limits of this process's cgroup and of those above it, in bytes. See cgroups(7)."""
+    if not (root / 'proc/self/cgroup').exists():  # not Linux
+        return []
+    limits = []
+    for line in (root / 'proc/self/cgroup').read_text().splitlines():
+        _, controllers, path = line.split(':', 2)
+        if 'memory' in controllers.split(','):
+            file = root / f'sys/fs/cgroup/memory{path}/memory.limit_in_bytes'
+        elif not controllers:  # version 2
+            file = root / f'sys/fs/cgroup{path}/memory.max'
+        else:
+            continue
+        for folder in file.parents:
+            level = folder / file.name
+            text = level.read_text().strip() if level.exists() else ''
+            if text.isdigit():  # version 2 writes max for none
+                limits.append(int(text))
+    return limits

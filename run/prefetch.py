@@ -217,8 +217,8 @@ def make_batches(connection: Connection) -> None:
 def send_all(messages: Iterable[object], connection: Connection) -> None:
     """Send messages from a process of its own until nobody receives them. An error is sent, too."""
     # The process that started this one handles signals, and ends this one.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ('SIGHUP', 'SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU'):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     try:
         for message in messages:
             if not send(message, connection):

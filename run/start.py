@@ -154,6 +154,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         raise Refused(
             f'restore.path={chosen.path}, restore.only={chosen.only!r}: {error}: change it, or set restore.strict=False'
         ) from error
+    check_files(chosen.path, leaves)
     if adapters and not leaves.keys() == index.keys() == expected.keys():
         raise Refused(
             f'restore.path={chosen.path}: {setting} needs just its parameters: set restore.only=target/.*, restore.strict=True'
@@ -268,6 +269,18 @@ def with_new_rows(
             if size == changed[0][0] and shape == tuple(expected[path]):
                 grown[path] = GrownArray(leaf, axis, shape, slot not in MOMENTA)
     return grown
+
+
+def check_files(path: str, leaves: Mapping[str, Any]) -> None:
+    """Raise Refused if the folder of an array in T5X's layout is missing, as in a copy without state.*."""
+    entries = [leaf for leaf in leaves.values() if isinstance(leaf, checkpoint.ZarrEntry)]
+    names = {file for entry in entries[:1] for file in checkpoint.list_folder(entry.directory)}
+    missing = [entry.folder.name for entry in entries if entry.folder not in names]
+    if missing:
+        remedy = 'copy it again'
+        if all(name.startswith('state.') for name in missing):
+            remedy = 'copy them, or set restore.only=target/.*'
+        raise Refused(f'restore.path={path} lacks {first_ten(missing)}: {remedy}')
 
 
 def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:

@@ -247,6 +247,27 @@ def test_other_shapes_are_left_out_by_name(corpus):
     choose_initial(config, wanted(make_spec(config)))
 
 
+@pytest.mark.parametrize(
+    'lost, remedy',
+    [
+        ('state.*', 'restore.only=target/'),
+        ('state.param_states.decoder.logits_dense.kernel.v', 'restore.only=target/'),
+        ('target.encoder.layers_0*', 'copy it again'),
+        ('*.*', 'copy it again'),
+    ],
+)
+def test_a_copy_without_some_arrays(corpus, tmp_path, lost, remedy):
+    copied = shutil.copytree(T5X, tmp_path / 'copied')
+    for folder in copied.glob(lost):
+        shutil.rmtree(folder)
+    config = tiny_config(copied, corpus)
+    with pytest.raises(Refused, match=remedy):
+        choose_initial(config, wanted(make_spec(config)))
+    if lost.startswith('state'):
+        config.restore.only = 'target/.*'
+        assert 'without any optimizer state' in start(config)[1]
+
+
 def test_another_number_of_sentinels_is_refused(corpus, uninterrupted):
     config = small_config_from(uninterrupted / 'checkpoint_6', corpus)
     recorded = config.data.extra_ids

@@ -34,7 +34,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
     )
     arguments = program.arguments(tmp_path / 'run')
     step = 0
-    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    for number, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR2, 140)):
         process = command_line.start(*arguments)
         process.wait_for(f'step {step + 1}/')
         process.send_signal(number)
@@ -54,6 +54,22 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
 
 
 SLOW_STEPS = ['model.emb_dim=512', 'model.mlp_dim=16384', 'train.batch_size=64']
+
+
+@pytest.mark.slow
+def test_the_signals_of_queues(command_line, corpus, tmp_path):
+    """SGE, SLURM and LSF announce the end of a job with them; the kernel repeats SIGXCPU each second."""
+    program = Program(tmp_path, corpus, steps=10**6, log=10, save=10**6, evaluate=10**6)
+    arguments = program.arguments(tmp_path / 'run')
+    for number, times in ((signal.SIGUSR1, 1), (signal.SIGXCPU, 5)):
+        process = command_line.start(*arguments, '--config.data.num_workers=2')
+        process.wait_for('step .*0/')
+        for _ in range(times):
+            process.send_signal(number)
+            time.sleep(0.001)
+        result = process.wait()
+        assert result.status == 128 + number, result.stderr
+        assert 'which is saved' in result.stdout
 
 
 @pytest.mark.slow

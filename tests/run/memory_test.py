@@ -154,3 +154,30 @@ def test_the_state_of_one_device(monkeypatch, data, fsdp, model):
 def test_counts_begin_with_the_requested_one():
     assert plan.microbatch_counts('auto', num_rows=12) == [1, 2, 3, 4, 6, 12]
     assert plan.microbatch_counts(3, num_rows=12) == [3, 4, 6, 12]
+
+
+@pytest.mark.parametrize(
+    'line, files, expected',
+    [
+        (
+            '4:memory:/slurm/job_7/step_0',
+            {'memory/slurm/job_7/memory.limit_in_bytes': '5000'},
+            [5000],
+        ),
+        ('4:cpu,memory:/job', {'memory/memory.limit_in_bytes': '7000'}, [7000]),  # a container
+        ('0::/user/job', {'user/job/memory.max': 'max', 'user/memory.max': '900'}, [900]),
+        ('0::/', {'memory.max': '800'}, [800]),
+        ('3:cpuset:/job', {'job/memory.max': '1'}, []),
+    ],
+)
+def test_the_limits_of_a_job(tmp_path, line, files, expected):
+    """The process's own cgroup and every level above it, in both versions of cgroups."""
+    for name, text in {'proc/self/cgroup': line, **files}.items():
+        file = tmp_path / (name if name.startswith('proc') else f'sys/fs/cgroup/{name}')
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f'{text}\n')
+    assert plan.cgroup_limits(tmp_path) == expected
+
+
+def test_no_cgroups(tmp_path):
+    assert plan.cgroup_limits(tmp_path) == []

@@ -449,6 +449,7 @@ def test_a_worker_process_that_dies_is_reported(tmp_path):
     next(batches)
     os.kill(workers.workers[1].process.pid, signal.SIGINT)  # a signal to the whole group
     os.kill(workers.workers[1].process.pid, signal.SIGTERM)
+    os.kill(workers.workers[1].process.pid, signal.SIGUSR1)
     next(batches)
     os.kill(workers.workers[1].process.pid, signal.SIGKILL)
     with pytest.raises(ChildProcessError, match='rows 1 to 1 .*-9'):
