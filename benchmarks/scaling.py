@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import chart
 import figure
 import jax
 import numpy as np
@@ -50,7 +51,7 @@ from absl import app, flags
 import partition
 import train
 from configs import t5_1_1
-from modes import chart, process
+from modes import process
 from prepare import make_spec
 from run import memory
 
