@@ -275,13 +275,13 @@ def draw(theirs: Losses, found: Mapping[str, Losses]) -> str:
         curve('T5X', 'first', theirs.losses),
         curve('ours', 'second', found[ONE_DEVICE].losses)._replace(is_dashed=True),
     ]
-    left = figure.Panel(title, chart.draw(title, losses), curves_fall=True)
+    left = figure.Panel(title, chart.draw(losses), curves_fall=True)
     title = 'difference from T5X, largest of 20 steps'
     classes = ('first', 'second', 'third', 'fourth')
     differences = []
     for css_class, (name, ours) in zip(classes, found.items(), strict=True):
         differences.append(curve(name, css_class, largest(differences_from(theirs, ours))))
-    right = figure.Panel(title, chart.draw(title, differences, is_logarithmic=True))
+    right = figure.Panel(title, chart.draw(differences, is_logarithmic=True))
     return figure.svg([[left, right]])
 
 

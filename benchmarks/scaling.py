@@ -255,7 +255,7 @@ def draw(found: Mapping[str, Sequence[Point]]) -> str:
             if axis == 'length' and 'no attention' in found:
                 without = found['no attention']
                 curves.append(make_curve('no attention', without, quantity, 'second'))
-            drawing = chart.draw(title, curves, is_logarithmic=True)
+            drawing = chart.draw(curves, is_logarithmic=True)
             row.append(figure.Panel(title, drawing))
         rows.append(row)
     return figure.svg(rows)
