@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import chart
 import figure
 import main_runs
 import numpy as np
@@ -43,7 +44,6 @@ import prepare
 import state_names
 import train
 from configs import tiny
-from modes import chart
 from sources import cmudict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -275,13 +275,13 @@ def draw(theirs: Losses, found: Mapping[str, Losses]) -> str:
         curve('T5X', 'first', theirs.losses),
         curve('ours', 'second', found[ONE_DEVICE].losses)._replace(is_dashed=True),
     ]
-    left = figure.Panel(title, chart.draw(title, losses), curves_fall=True)
+    left = figure.Panel(title, chart.draw(losses), curves_fall=True)
     title = 'difference from T5X, largest of 20 steps'
     classes = ('first', 'second', 'third', 'fourth')
     differences = []
     for css_class, (name, ours) in zip(classes, found.items(), strict=True):
         differences.append(curve(name, css_class, largest(differences_from(theirs, ours))))
-    right = figure.Panel(title, chart.draw(title, differences, is_logarithmic=True))
+    right = figure.Panel(title, chart.draw(differences, is_logarithmic=True))
     return figure.svg([[left, right]])
 
 

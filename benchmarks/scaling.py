@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import chart
 import figure
 import jax
 import numpy as np
@@ -50,7 +51,7 @@ from absl import app, flags
 import partition
 import train
 from configs import t5_1_1
-from modes import chart, process
+from modes import process
 from prepare import make_spec
 from run import memory
 
@@ -254,7 +255,7 @@ def draw(found: Mapping[str, Sequence[Point]]) -> str:
             if axis == 'length' and 'no attention' in found:
                 without = found['no attention']
                 curves.append(make_curve('no attention', without, quantity, 'second'))
-            drawing = chart.draw(title, curves, is_logarithmic=True)
+            drawing = chart.draw(curves, is_logarithmic=True)
             row.append(figure.Panel(title, drawing))
         rows.append(row)
     return figure.svg(rows)

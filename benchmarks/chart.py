@@ -1,14 +1,13 @@
 """Curves over steps: axes, ticks, and lines that are thinned to what a figure can show.
 
-report.html writes them as SVG. Colors are left to CSS: the curves of a run have its class. Knows no
-runs and no files.
+figure.py writes them as SVG. Colors are left to CSS: each curve has a class.
 """
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Sizes in units of the figure, which is scaled to the width of the page.
+# Sizes of a panel, in units of the SVG.
 WIDTH = 380
 HEIGHT = 220
 LEFT = 48
@@ -31,10 +30,6 @@ class Curve(NamedTuple):
     css_class: str
     points: Sequence[Point]  # at least one
     is_dashed: bool = False
-
-    @property
-    def last(self) -> Point:
-        return self.points[-1]
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
@@ -130,17 +125,6 @@ def format_tick(value: float) -> str:
     return f'{value:,.6g}'
 
 
-def format_value(value: float) -> str:
-    """Return a number of four digits, or all digits before the point."""
-    if abs(value) >= 1000:
-        return f'{value:,.0f}'
-    return f'{value:.4g}'
-
-
-def can_be_logarithmic(curves: Sequence[Curve]) -> bool:
-    return all(min(point) > 0 for curve in curves for point in curve.points)
-
-
 class Line(NamedTuple):
     """The line of a curve in a figure, as SVG has it."""
 
@@ -148,40 +132,26 @@ class Line(NamedTuple):
     css_class: str
     path: str
     dots: Sequence[tuple[str, str]] = ()  # x and y, of a curve of few points
-    steps: str = ''  # for the script, as `values`; the linear figure alone has them
-    values: str = ''
 
 
 class Drawing(NamedTuple):
-    """A figure, which report.html writes as SVG. `x_ticks` and `y_ticks` have positions and labels."""
+    """Ticks, as positions and labels, and lines. figure.py writes them as SVG."""
 
-    css_class: str
-    label: str  # a description for screen readers
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     lines: list[Line]
 
 
-def draw(
-    title: str, curves: Sequence[Curve], from_zero: bool = False, is_logarithmic: bool = False
-) -> Drawing:
-    """Return the drawing of curves. With `from_zero` the linear axis of values includes 0."""
+def draw(curves: Sequence[Curve], is_logarithmic: bool = False) -> Drawing:
+    """Return the drawing of curves. Logarithmic axes need steps and values above 0."""
     steps = [point.step for curve in curves for point in curve.points]
     values = [point.value for curve in curves for point in curve.points]
-    if from_zero and not is_logarithmic:
-        values.append(0)
     if max(steps) > 5 * min(steps) > 0 and not is_logarithmic:
         steps.append(0)  # the run began there
     x_axis = make_axis(steps, LEFT + 4, RIGHT - 4, is_logarithmic)
     y_axis = make_axis(values, BOTTOM - 4, TOP + 4, is_logarithmic)
-    sentences = [title]
     lines = []
     for curve in curves:
-        first = curve.points[0]
-        sentences.append(
-            f'{curve.name}: {format_value(first.value)} at step {first.step:,}, '
-            f'{format_value(curve.last.value)} at step {curve.last.step:,}'
-        )
         positions = []
         for point in curve.points:
             x = x_axis.position(point.step)
@@ -193,15 +163,8 @@ def draw(
             line = line._replace(css_class=f'{curve.css_class} dashed')
         elif len(positions) <= MOST_DOTS:
             line = line._replace(dots=positions)
-        if not is_logarithmic:
-            line = line._replace(
-                steps=' '.join(str(point.step) for point in curve.points),
-                values=' '.join(f'{point.value:.5g}' for point in curve.points),
-            )
         lines.append(line)
     return Drawing(
-        css_class='logarithmic' if is_logarithmic else 'linear',
-        label='. '.join(sentences),
         x_ticks=x_axis.labels([tick for tick in x_axis.ticks if tick == round(tick)]),  # steps
         y_ticks=y_axis.labels(y_axis.ticks),
         lines=lines,
