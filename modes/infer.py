@@ -352,10 +352,10 @@ def infer_all(job: Job) -> list[str]:
 def answer_typed_lines(job: Job, t5: infer.T5) -> None:
     """Answer the lines that are typed at a terminal, one after the other, until Ctrl-D.
 
-    Ctrl-C drops the line that is typed, or ends the answer.
+    Ctrl-C drops the line that is typed, or the answer once its compiled program has ended.
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
-    say('Type a text and press Enter; Ctrl-C stops an answer, Ctrl-D ends.')
+    say('Type a text and press Enter; Ctrl-C drops a line or an answer, Ctrl-D ends.')
     for number in itertools.count():
         try:
             text = process.read_line('> ')
@@ -367,7 +367,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
                     job.request.trim,
                     title='this line',
                 )
-                answer_text(job, t5, infer.Example(ids, number=number), as_it_comes=True)
+                answer_text(job, t5, infer.Example(ids, number=number))
         except EOFError:
             print(flush=True)
             return
@@ -379,20 +379,13 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
             say(error)
 
 
-def answer_text(job: Job, t5: infer.T5, example: infer.Example, as_it_comes: bool = False) -> None:
-    """Print the answers to one text; `as_it_comes`: the only one while it is decoded."""
-    decoding = job.decoding
-    if as_it_comes and decoding.num_decodes == 1 and not decoding.return_scores:
-        with process.writing(sys.stdout):
-            for part in infer.stream_answer(t5, decoding, example, job.vocabulary):
-                print(part, end='', flush=True)
-            print(flush=True)
-        return
-    [answer] = infer.answer_batch(t5, decoding, [example])
+def answer_text(job: Job, t5: infer.T5, example: infer.Example) -> None:
+    """Print the answers to one text."""
+    [answer] = infer.answer_batch(t5, job.decoding, [example])
     if jax.process_index() > 0:
         return
     for i, text in enumerate(answer.texts):
-        if decoding.return_scores:
+        if answer.scores:
             print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
         with process.writing(sys.stdout):
             print(text, flush=True)
