@@ -102,8 +102,6 @@ def load(
     t5 = T5(opened.config, params, mesh, found)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
-    if opened.projection is not None:
-        t5.projection = np.asarray(checkpoint.read_leaf(opened.projection), np.float32)
     if opened.note:
         logging.warning(opened.note)
     return t5
@@ -126,8 +124,7 @@ class T5:
 
     `config`: sizes. `arrays`: parameters, {T5X's path: array}; others of the same shapes may be assigned, and nothing
     is compiled again. `params`: the same as nested dicts. `vocabulary`: None if the checkpoint brings none. `mesh`: its
-    devices. `projection` [emb_dim, size]: RankGen's, else None; an input's vector is its first output times it.
-    `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
+    devices. `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
 
     Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods refuse
     other values, and ids without an embedding.
@@ -141,7 +138,6 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
-        self.projection: NDArray | None = None
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
         self._logits = self._compile(_logits, arrays, P(partition.BATCH_AXES, None, 'model'))

@@ -20,8 +20,6 @@ the other:
                     Sentence-T5, without its projection and normalization
                     --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
                     other, EOS included, without padding
-                    --pool=first: [n, size], the first token's, times the matrix `encoder_projection_layer` of a
-                    checkpoint that has one, as RankGen
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
 
 FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. If
@@ -75,11 +73,7 @@ from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.
-EXAMPLES_PER_FILE = {
-    'none': 256,
-    'mean': infer.EXAMPLES_PER_CHUNK,
-    'first': infer.EXAMPLES_PER_CHUNK,
-}
+EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
 
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
@@ -112,7 +106,7 @@ class Request(NamedTuple):
     split: str = ''  # 'test' if not given
     score: bool = False
     encode: bool = False
-    pool: str = 'none'  # with `encode`; 'mean' and 'first' for one vector of each example
+    pool: str = 'none'  # with `encode`; 'mean' for one vector of each example
     fields: tuple[str, ...] = ()  # to write beside the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
@@ -497,14 +491,10 @@ def encodings_of(
 
     def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
         for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
-            is_token_M = np.asarray(example.inputs) > 0
-            match pool:
-                case 'mean':
-                    yield outputs_MD[is_token_M].mean(axis=0)
-                case 'first':
-                    yield outputs_MD[0] if t5.projection is None else outputs_MD[0] @ t5.projection
-                case _:
-                    yield outputs_MD
+            if pool == 'mean':
+                yield outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0)
+            else:
+                yield outputs_MD
 
     encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
     arrays = {'indices': np.array([example.number for example in examples], np.int64)}
