@@ -1,6 +1,6 @@
 """Decoding over any step `(tokens_r, cache) -> (logits_rv, cache)`, of this model or of another.
 
-A `Sampler` takes one token after the other, the most likely one or a random one; `beam_search` keeps
+`sample` takes one token after the other, the most likely one or a random one; `beam_search` keeps
 the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The
 suffixes are those of model.py and
 
@@ -109,8 +109,9 @@ def decode(
     `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples.
     """
     num_decodes = decoding.num_decodes
+    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
+    filters = filters_of(decoding, words, rows['prompt_bT'])
     if decoding.beam_size > 1:
-        prompt_rT = jnp.repeat(batch['prompt_bT'], num_decodes, axis=0)
         tokens_bnT, scores_bn = beam_search(
             step,
             reorder_beams,
@@ -120,11 +121,25 @@ def decode(
             num_beams=num_decodes,
             alpha=decoding.alpha,
             grow=grow_cache,
-            filters=filters_of(decoding, words, prompt_rT),
+            filters=filters,
         )
     else:
-        sampler = sampler_of(decoding, step, batch, words)
-        tokens_rT, scores_r = sampler.sample(cache, grow_cache)
+        choose: Choose = most_likely
+        if decoding.is_random:
+            keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
+            for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
+                keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
+            kept = (decoding.top_k, decoding.top_p, decoding.min_p)
+            choose = random_tokens(keys_r, rows['temperature_b'], *kept)
+        tokens_rT, scores_r = sample(
+            step,
+            cache,
+            rows['prompt_bT'],
+            rows['lengths_b'],
+            choose,
+            grow=grow_cache,
+            filters=filters,
+        )
         tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
         scores_bn = scores_r.reshape(-1, num_decodes)
         if num_decodes > 1:
@@ -133,23 +148,6 @@ def decode(
     if not decoding.return_scores:
         return tokens_bnT, None  # XLA then computes no scores
     return tokens_bnT, scores_bn
-
-
-def sampler_of(
-    decoding: Decoding, step: 'Step[Cache]', batch: Mapping[str, jax.Array], words: 'Words'
-) -> 'Sampler[Cache]':
-    """Return the sampler of `num_decodes` rows for each example; the arguments are those of `decode`."""
-    num_decodes = decoding.num_decodes
-    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
-    choose: Choose = most_likely
-    if decoding.is_random:
-        keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
-        for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
-            keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
-        kept = (decoding.top_k, decoding.top_p, decoding.min_p)
-        choose = random_tokens(keys_r, rows['temperature_b'], *kept)
-    filters = filters_of(decoding, words, rows['prompt_bT'])
-    return Sampler(step, rows['prompt_bT'], rows['lengths_b'], choose, filters)
 
 
 class SampleState(NamedTuple, Generic[C]):
@@ -193,59 +191,53 @@ def random_tokens(
     return choose
 
 
-@dataclasses.dataclass(eq=False)
-class Sampler(Generic[C]):
-    """Takes one token after the other in each row. This is T5X's temperature_sample.
+def sample(
+    step: Step[C],
+    cache: C,
+    prompt_rT: jax.Array,
+    lengths_r: jax.Array,
+    choose: Choose = most_likely,
+    eos_id: int = EOS_ID,
+    grow: Grow[C] = lambda cache, room: cache,
+    filters: Sequence[Filter] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Return the tokens of each row, int32 [r, T], and their scores, float32 [r]. This is T5X's temperature_sample.
 
     A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It ends with EOS or
     with `lengths` tokens; 0 follows. Its score is the sum of the model's log-probabilities of the tokens after the
     prompt. Differs from T5X: a score ignores temperature, top_k, top_p (rescale_log_probs) and filters.
     """
 
-    step: Step[C]
-    prompt_rT: jax.Array
-    lengths_r: jax.Array
-    choose: Choose = most_likely
-    filters: Sequence[Filter] = ()
-    eos_id: int = EOS_ID
-
-    def sample(
-        self, cache: C, grow: Grow[C] = lambda cache, room: cache
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the tokens of each row, int32 [r, T], and their scores, float32 [r]."""
-        length = self.prompt_rT.shape[1]
-        end = run(self.advance, lambda state: state.running_r, self.start(cache), length, grow)
-        return end.output_rT, end.scores_r
-
-    def start(self, cache: C) -> SampleState[C]:
-        bos_r = jnp.zeros_like(self.prompt_rT[:, 0])
-        return SampleState(
-            position=jnp.int32(0),
-            running_r=self.lengths_r > 0,
-            tokens_r=bos_r,
-            output_rT=jnp.zeros_like(self.prompt_rT),
-            scores_r=bos_r.astype(jnp.float32),
-            cache=cache,
-        )
-
-    def advance(self, state: SampleState[C]) -> SampleState[C]:
-        logits_rv, cache = self.step(state.tokens_r, state.cache)
-        filtered_rv = filtered(self.filters, logits_rv, state.output_rT, state.position)
-        chosen_r = self.choose(filtered_rv, state.position)
+    def next_state(state: SampleState[C]) -> SampleState[C]:
+        logits_rv, cache = step(state.tokens_r, state.cache)
+        filtered_rv = filtered(filters, logits_rv, state.output_rT, state.position)
+        chosen_r = choose(filtered_rv, state.position)
         log_probs_r = log_probs(logits_rv, chosen_r)
-        forced_r = self.prompt_rT[:, state.position]
+        forced_r = prompt_rT[:, state.position]
         is_free_r = forced_r == 0
         tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
         tokens_r = jnp.where(state.running_r, tokens_r, 0)
-        has_ended_r = (tokens_r == self.eos_id) & is_free_r
+        has_ended_r = (tokens_r == eos_id) & is_free_r
         return SampleState(
             position=state.position + 1,
-            running_r=state.running_r & ~has_ended_r & (state.position + 1 < self.lengths_r),
+            running_r=state.running_r & ~has_ended_r & (state.position + 1 < lengths_r),
             tokens_r=tokens_r,
             output_rT=state.output_rT.at[:, state.position].set(tokens_r),
             scores_r=state.scores_r + jnp.where(state.running_r & is_free_r, log_probs_r, 0.0),
             cache=cache,
         )
+
+    bos_r = jnp.zeros_like(prompt_rT[:, 0])
+    start = SampleState(
+        position=jnp.int32(0),
+        running_r=lengths_r > 0,
+        tokens_r=bos_r,
+        output_rT=jnp.zeros_like(prompt_rT),
+        scores_r=bos_r.astype(jnp.float32),
+        cache=cache,
+    )
+    end = run(next_state, lambda state: state.running_r, start, prompt_rT.shape[1], grow)
+    return end.output_rT, end.scores_r
 
 
 class BeamState(NamedTuple, Generic[C]):
@@ -277,7 +269,7 @@ def beam_search(
     `reorder(cache, parents_bn)` gives each beam the part of the cache of its parent, 0 to n - 1. A score is the
     log-probability of a sequence divided by `brevity_penalty` of its length with EOS; one near MASKED marks a missing
     sequence. If no sequence has ended, return the beams and their log-probabilities. An example ends when no beam can
-    beat its finished sequences. Prompt and lengths are as in `Sampler`. T5X's beam_search.
+    beat its finished sequences. Prompt and lengths are as in `sample`. T5X's beam_search.
     """
     num_examples, length = prompt_bT.shape
     num_candidates = 2 * num_beams

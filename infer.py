@@ -1,4 +1,4 @@
-"""A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate`, `stream` and `encode`.
+"""A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate` and `encode`.
 
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
@@ -47,7 +47,6 @@ EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a tim
 
 HEADS = P(partition.BATCH_AXES, 'model')  # keys, values and logits_rv
 CACHE_SPECS = decode.Cache(P(), partition.BATCH, partition.BATCH, HEADS)  # type: ignore[arg-type]
-STATE_SPECS = decode.SampleState(P(), *[partition.BATCH] * 4, CACHE_SPECS)  # type: ignore
 
 Array = NDArray | jax.Array
 Numbers = float | Sequence[float]
@@ -103,8 +102,6 @@ def load(
     t5 = T5(opened.config, params, mesh, found)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
-    if opened.projection is not None:
-        t5.projection = np.asarray(checkpoint.read_leaf(opened.projection), np.float32)
     if opened.note:
         logging.warning(opened.note)
     return t5
@@ -127,8 +124,7 @@ class T5:
 
     `config`: sizes. `arrays`: parameters, {T5X's path: array}; others of the same shapes may be assigned, and nothing
     is compiled again. `params`: the same as nested dicts. `vocabulary`: None if the checkpoint brings none. `mesh`: its
-    devices. `projection` [emb_dim, size]: RankGen's, else None; an input's vector is its first output times it.
-    `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
+    devices. `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
 
     Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods refuse
     other values, and ids without an embedding.
@@ -142,14 +138,12 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
-        self.projection: NDArray | None = None
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
         self._logits = self._compile(_logits, arrays, P(partition.BATCH_AXES, None, 'model'))
         self._scores = self._compile(_scores, arrays)
         self._encodings = self._compile(_encodings, arrays)
         self._generators: dict[Decoding, jax.stages.Wrapped] = {}
-        self._streamers: dict[Decoding, tuple[jax.stages.Wrapped, jax.stages.Wrapped]] = {}
 
     @property
     def arrays(self) -> Parameters:
@@ -237,7 +231,11 @@ class T5:
         scores of beams, but no others.
         """
         arguments = locals()
-        _check_known(unknown)
+        for name in unknown:
+            from formats.hugging_face import ARGUMENTS_OF_GENERATE
+
+            remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(OPTIONS)}, prompts or trim')
+            raise Refused(f'{name} is not an argument of generate: {remedy}')
         decoding = Decoding(**{name: arguments[name] for name in OPTIONS})
         examples = self._examples(decoding, inputs, prompts, trim)
         found = list(answer_batch(self, decoding, examples))
@@ -253,28 +251,6 @@ class T5:
             scores = scores_bn[:, 0] if num_return == 1 else scores_bn
             return Answers(texts, tokens, scores)
         return texts if texts is not None and _are_texts(inputs) else tokens
-
-    def stream(
-        self,
-        text: str,
-        max_length: int = 128,
-        *,
-        prompts: Prompts | None = None,
-        trim: bool = False,
-        **options: object,
-    ) -> Iterator[str]:
-        """Return the answer to a text in parts, as its tokens are decoded.
-
-        The arguments are those of `generate` that ask for one answer. A character is held back until its
-        bytes are complete, and beams until their search has ended.
-        """
-        _check_known(options)
-        decoding = Decoding(max_length=max_length, **options)  # type: ignore[arg-type]
-        if decoding.num_return > 1 or decoding.return_scores:
-            raise Refused('num_return and return_scores are not for stream: use generate')
-        [example] = self._examples(decoding, [text], prompts, trim)
-        assert self.vocabulary is not None  # it has encoded the text
-        return stream_answer(self, decoding, example, self.vocabulary)
 
     # The user's values, as the model takes them.
 
@@ -371,17 +347,17 @@ class T5:
         device_function: Callable,
         arrays: DecodingParameters,
         out_specs: P | tuple = partition.BATCH,
-        *state_specs: tuple,  # a third argument, which is donated
+        *cache_specs: decode.Cache,  # of a third argument, which is donated
     ) -> jax.stages.Wrapped:
         """Return (parameters, batch) -> output: each process gets all rows, unless `out_specs` is given."""
         replicated = NamedSharding(self.mesh, P()) if out_specs == partition.BATCH else None
         mapped = jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
-            in_specs=(self._specs(arrays), partition.BATCH, *state_specs),
+            in_specs=(self._specs(arrays), partition.BATCH, *cache_specs),
             out_specs=out_specs,
         )
-        return jax.jit(mapped, out_shardings=replicated, donate_argnums=2 if state_specs else ())
+        return jax.jit(mapped, out_shardings=replicated, donate_argnums=2 if cache_specs else ())
 
     def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
         return kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
@@ -466,70 +442,6 @@ def answer_batch(
     t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
 ) -> Iterator[Answer]:
     """Yield the answers to examples, in a batch of at least `num_rows` rows."""
-    batch = _decoding_batch(t5, decoding, examples, num_rows)
-    program = decoding.program
-    if program not in t5._generators:
-        words = words_of(decoding, t5.vocabulary, t5.config.vocab_size)
-        answers = functools.partial(_answers, program, words)
-        t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
-    found = t5._generators[program](t5._decoding_arrays, batch)
-    tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
-    best_first = slice(-1, -1 - decoding.num_return, -1)
-    for i in range(len(examples)):
-        tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
-        texts = []
-        if t5.vocabulary is not None:
-            for k, ids in enumerate(tokens):
-                text, tokens[k] = _before_stop(t5.vocabulary, ids, examples[i].prompt, decoding)
-                texts.append(text)
-        scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
-        yield Answer(tokens, texts, scores)
-
-
-def stream_answer(
-    t5: T5, decoding: Decoding, example: Example, vocabulary: Vocabulary
-) -> Iterator[str]:
-    if decoding.num_decodes > 1:
-        [answer] = answer_batch(t5, decoding, [example])
-        yield answer.texts[0]
-        return
-    # Every device answers the same example, so each process has the answer.
-    rows = [example] * partition.axes_size(t5.mesh, partition.BATCH_AXES)
-    batch = _decoding_batch(t5, decoding, rows)
-    program = decoding.program
-    if program not in t5._streamers:
-        words = words_of(decoding, vocabulary, t5.config.vocab_size)
-        step = functools.partial(_advance, program, words)
-        t5._streamers[program] = (
-            t5._compile(step, t5._decoding_arrays, STATE_SPECS),
-            t5._compile(step, t5._decoding_arrays, STATE_SPECS, STATE_SPECS),
-        )
-    begin, advance = t5._streamers[program]
-    state = begin(t5._decoding_arrays, batch)
-    tokens: list[int] = []
-    shown = ''
-    is_running = True
-    while is_running:
-        room = state.cache.writers_gnM.shape[2]
-        if len(tokens) == room:
-            state = state._replace(cache=decode.grow_cache(state.cache, 2 * room))
-        state = advance(t5._decoding_arrays, batch, state)
-        tokens.append(int(state.tokens_r.addressable_data(0)[0]))
-        text, kept = _before_stop(vocabulary, tokens, example.prompt, decoding)
-        is_running = bool(state.running_r.addressable_data(0)[0]) and kept == tokens
-        if is_running:  # SentencePiece writes U+FFFD for each byte of an unfinished character
-            text = text.rstrip('\ufffd')
-            begins = [end[:k] for end in map(str, decoding.stop) for k in range(1, len(end))]
-            text = text[: len(text) - max((len(x) for x in begins if text.endswith(x)), default=0)]
-        if len(text) > len(shown):
-            yield text[len(shown) :]
-            shown = text
-
-
-def _decoding_batch(
-    t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
-) -> dict[str, jax.Array]:
-    """Return the batch that decoding reads; make `t5._decoding_arrays` if they are missing."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
     num_rows = len(inputs_bM)
     batch = {
@@ -546,7 +458,24 @@ def _decoding_batch(
         batch['prompt_bT'][i, : len(example.prompt)] = example.prompt
         batch['example_b'][i] = example.number
     t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
-    return partition.place_batch(t5.mesh, batch)
+    program = decoding.program
+    if program not in t5._generators:
+        words = words_of(decoding, t5.vocabulary, t5.config.vocab_size)
+        answers = functools.partial(_answers, program, words)
+        t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
+    placed = partition.place_batch(t5.mesh, batch)
+    found = t5._generators[program](t5._decoding_arrays, placed)
+    tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
+    best_first = slice(-1, -1 - decoding.num_return, -1)
+    for i in range(len(examples)):
+        tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
+        texts = []
+        if t5.vocabulary is not None:
+            for k, ids in enumerate(tokens):
+                text, tokens[k] = _before_stop(t5.vocabulary, ids, examples[i].prompt, decoding)
+                texts.append(text)
+        scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
+        yield Answer(tokens, texts, scores)
 
 
 def _before_stop(
@@ -637,22 +566,6 @@ def _answers(
     return decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words)
 
 
-def _advance(
-    decoding: Decoding,
-    words: decode.Words,
-    config: T5Config,
-    params: Parameters,
-    batch: Batch,
-    *state: decode.SampleState,
-) -> decode.SampleState:
-    """Return the sampler's state after another token; without a state, the one before the first."""
-    step = functools.partial(_step, config, params)
-    sampler = decode.sampler_of(decoding, step, batch, words)
-    if state:
-        return sampler.advance(*state)
-    return sampler.start(_start(decoding, decode.FIRST_ROOM, config, params, batch['inputs_bM']))
-
-
 def decoding_step(
     t5: T5, decoding: Decoding, batch_size: int, input_length: int
 ) -> tuple[jax.stages.Wrapped, tuple[DecodingParameters, jax.ShapeDtypeStruct, decode.Cache]]:
@@ -671,15 +584,6 @@ def decoding_step(
 
 
 # The options of decoding.
-
-
-def _check_known(options: Mapping[str, object]) -> None:
-    """Refuse `options` that are not fields of `Decoding`."""
-    for name in options.keys() - set(OPTIONS):
-        from formats.hugging_face import ARGUMENTS_OF_GENERATE
-
-        remedy = ARGUMENTS_OF_GENERATE.get(name, f'use {", ".join(OPTIONS)}, prompts or trim')
-        raise Refused(f'{name} is not an argument of generate: {remedy}')
 
 
 def check_decoding(decoding: Decoding) -> None:

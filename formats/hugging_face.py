@@ -9,7 +9,7 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,30 +156,11 @@ LM_HEAD = 'lm_head.weight'
 # Old folders store this array, which no model reads.
 UNUSED = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 
-# In a single file, all names of the T5 have the prefix of this one.
-FINAL_NORM = 'encoder.final_layer_norm.weight'
-# Wan's names of umT5's encoder -> transformers'.
-WAN = {
-    r'token_embedding\.weight': TOKEN_TABLE,
-    r'norm\.weight': FINAL_NORM,
-    r'blocks\.(\d+)\.norm1\.weight': r'encoder.block.\1.layer.0.layer_norm.weight',
-    r'blocks\.(\d+)\.norm2\.weight': r'encoder.block.\1.layer.1.layer_norm.weight',
-    r'blocks\.(\d+)\.attn\.([qkvo])\.(.+)': r'encoder.block.\1.layer.0.SelfAttention.\2.\3',
-    r'blocks\.(\d+)\.pos_embedding\.embedding\.weight': (
-        r'encoder.block.\1.layer.0.SelfAttention.relative_attention_bias.weight'
-    ),
-    r'blocks\.(\d+)\.ffn\.gate\.0\.(.+)': r'encoder.block.\1.layer.1.DenseReluDense.wi_0.\2',
-    r'blocks\.(\d+)\.ffn\.fc1\.(.+)': r'encoder.block.\1.layer.1.DenseReluDense.wi_1.\2',
-    r'blocks\.(\d+)\.ffn\.fc2\.(.+)': r'encoder.block.\1.layer.1.DenseReluDense.wo.\2',
-}
-# A vector of an encoder is its first output times this matrix, as in RankGen.
-PROJECTION = 'encoder/encoder_projection_layer/kernel'
-THEIR_PROJECTION = 'projection.weight'
-# Arrays of T5ForSequenceClassification and others.
-HEADS = ('classification_head.', 'classifier.', 'qa_outputs.')
-# The factor of an array in FP8, stored beside it; and arrays of Comfy that are not weights.
+# The names of a T5's arrays, in a folder or a single file.
+T5_NAMES = re.compile(r'(shared|lm_head)\.weight|(encoder|decoder)\..+')
+# The factor of an array in FP8, stored next to it; and other arrays of such files, which are not weights.
 SCALES = ('scale_weight', 'weight_scale')
-NO_WEIGHTS = ('spiece_model', 'scaled_fp8', 'scale_input', 'input_scale', 'comfy_quant')
+NO_WEIGHTS = ('scaled_fp8', 'scale_input', 'input_scale', 'comfy_quant')
 
 FLOAT8 = {
     'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
@@ -421,15 +402,10 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
     for name in first_rows.keys() & stored.keys():
         stored[name] = stored[name]._replace(first_rows=first_rows[name])
     names = parameter_names(config)
-    if THEIR_PROJECTION in stored and not arrays.has_decoder:
-        names[PROJECTION] = THEIR_PROJECTION
     differences = [f'{name} is missing' for name in names.values() if name not in stored]
     differences += [f'{name} is not of it' for name in sorted(set(stored) - set(names.values()))]
     if differences:
-        hint = ''
-        if any(name.startswith(HEADS) for name in stored):
-            hint = ': save it as a T5EncoderModel, without the head'
-        raise Refused(f'{folder} is not what its config says: {first_ten(differences, "; ")}{hint}')
+        raise Refused(f'{folder} is not what its config says: {first_ten(differences, "; ")}')
     targets: dict[str, SafetensorsEntry] = {}
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
@@ -583,10 +559,17 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
             raise Refused(f'{file}: {twice[0]} is there twice: copy it again')
         found |= header
     entries: dict[str, SafetensorsEntry] = {}
-    for name, stored_name in _names(folder, found).items():
+    for name, entry in found.items():
         if name.rpartition('.')[2] not in NO_WEIGHTS:
-            entries[name] = found[stored_name]
-            check_array(entries[name])
+            entries[name] = entry
+    others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
+    if others:
+        raise Refused(
+            f"{folder} has arrays that are not T5's: {first_ten(others)}: save its T5 or encoder alone with "
+            "transformers' save_pretrained, and name that folder"
+        )
+    for entry in entries.values():
+        check_array(entry)
     for name in list(entries):
         owner, _, suffix = name.rpartition('.')
         array = entries.get(f'{owner}.weight')
@@ -638,25 +621,6 @@ def check_array(entry: SafetensorsEntry) -> None:
     if entry.stored_dtype not in known or 0 in entry.shape:
         found = f'{entry.file}: {entry.name} is {entry.stored_dtype} {entry.shape}'
         raise Refused(f'{found}: must be an array of {", ".join(known)}, and not empty')
-
-
-def _names(folder: Path, found: Collection[str]) -> dict[str, str]:
-    """Return {transformers' name: stored name} of the arrays of a T5; a single file may have others, too."""
-    names = {name: name for name in found}
-    if 'token_embedding.weight' in names:
-        for pattern, theirs in WAN.items():
-            names = {re.sub(f'^{pattern}$', theirs, name): x for name, x in names.items()}
-    prefixes = {name.removesuffix(FINAL_NORM) for name in names if name.endswith(FINAL_NORM)}
-    if '' in prefixes or len(prefixes) != 1:
-        return names
-    [prefix] = prefixes
-    kept = {}
-    for name, stored_name in names.items():
-        if name.startswith(prefix):
-            kept[name.removeprefix(prefix)] = stored_name
-        elif name == THEIR_PROJECTION or not is_single_file(folder):
-            kept[name] = stored_name
-    return kept
 
 
 def _weight_files(folder: Path) -> list[Path]:

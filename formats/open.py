@@ -47,7 +47,6 @@ class OpenedModel(NamedTuple):
     leaves: dict[str, Leaf]
     config: T5Config
     note: str  # an assumption to report, in one line, or ''
-    projection: Leaf | None = None  # a matrix for the encoder's vectors
 
 
 def open_model(
@@ -64,9 +63,6 @@ def open_model(
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
     note = opened.note
-    projection = None
-    if is_encoder(opened.leaves):
-        projection = opened.leaves.pop(f'target/{hugging_face.PROJECTION}', None)
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config or _config_beside(directory)
@@ -90,7 +86,7 @@ def open_model(
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     compare(dict(model.shapes(config)), shapes, str(directory))
-    return OpenedModel(directory, opened.leaves, config, note, projection)
+    return OpenedModel(directory, opened.leaves, config, note)
 
 
 def compare(

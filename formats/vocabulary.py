@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
@@ -80,8 +79,7 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
     if file is None:
         return None
     remedy = 'copy it again, or remove it and name data.vocabulary'
-    if file != folder:  # a link of the user's own may lead anywhere
-        paths.own_file(file)
+    paths.own_file(file)
     return read_model(file, stored['extra_ids'], remedy)
 
 
@@ -107,9 +105,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:
-    """Return the SentencePiece model in a checkpoint or run, or beside it, else None; a single file may hold one."""
-    if embedded_model(folder):
-        return folder
+    """Return the SentencePiece model in a checkpoint or run, or beside it, else None."""
     for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
@@ -140,7 +136,7 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
     try:
         if file.name == 'tokenizer.json':
             return tokenizer_json.read_tokenizer(file)
-        content = embedded_model(file) if file.suffix == '.safetensors' else file.read_bytes()
+        content = file.read_bytes()
         if default_ids.is_folder(file.parent):
             content = default_ids.in_t5_order(content)
         found = of_model(content, extra_ids)
@@ -151,17 +147,6 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
         return found
     except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
         raise Refused(f'{file}: {error}: {remedy}') from error
-
-
-def embedded_model(file: AnyPath) -> bytes:
-    """Return the SentencePiece model in a safetensors file, where Comfy stores umT5's; b'' for none."""
-    if file.suffix == '.safetensors' and paths.is_file(file):
-        with contextlib.suppress(safetensors.SafetensorError):
-            with safetensors.safe_open(file, framework='numpy') as arrays:
-                for name in arrays.keys():
-                    if name.rpartition('.')[2] == 'spiece_model':
-                        return arrays.get_tensor(name).tobytes()
-    return b''
 
 
 def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:

@@ -84,8 +84,8 @@ ENUMS = {  # {flag: (its values, the first by default, its help)}
     'mode': (list(FLAGS_OF_MODE), 'What to do.'),
     'format': (['t5x', 'hf', 'peft'], 'The format to write; peft: the adapters of a run.'),
     'pool': (
-        ['none', 'mean', 'first'],
-        'What --encode writes: a vector a token, their mean, EOS included, or the first one.',
+        ['none', 'mean'],
+        'What --encode writes: a vector a token, or their mean, EOS included.',
     ),
 }
 INTEGERS: dict[str, tuple[int | None, int, str]] = {  # {flag: (default, minimum, help)}

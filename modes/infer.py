@@ -20,8 +20,6 @@ the other:
                     Sentence-T5, without its projection and normalization
                     --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
                     other, EOS included, without padding
-                    --pool=first: [n, size], the first token's, times the matrix `encoder_projection_layer` of a
-                    checkpoint that has one, as RankGen
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
 
 FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. If
@@ -75,11 +73,7 @@ from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.
-EXAMPLES_PER_FILE = {
-    'none': 256,
-    'mean': infer.EXAMPLES_PER_CHUNK,
-    'first': infer.EXAMPLES_PER_CHUNK,
-}
+EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
 
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
@@ -112,7 +106,7 @@ class Request(NamedTuple):
     split: str = ''  # 'test' if not given
     score: bool = False
     encode: bool = False
-    pool: str = 'none'  # with `encode`; 'mean' and 'first' for one vector of each example
+    pool: str = 'none'  # with `encode`; 'mean' for one vector of each example
     fields: tuple[str, ...] = ()  # to write beside the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
@@ -352,10 +346,10 @@ def infer_all(job: Job) -> list[str]:
 def answer_typed_lines(job: Job, t5: infer.T5) -> None:
     """Answer the lines that are typed at a terminal, one after the other, until Ctrl-D.
 
-    Ctrl-C drops the line that is typed, or ends the answer.
+    Ctrl-C drops the line that is typed, or the answer once its compiled program has ended.
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
-    say('Type a text and press Enter; Ctrl-C stops an answer, Ctrl-D ends.')
+    say('Type a text and press Enter; Ctrl-C drops a line or an answer, Ctrl-D ends.')
     for number in itertools.count():
         try:
             text = process.read_line('> ')
@@ -367,7 +361,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
                     job.request.trim,
                     title='this line',
                 )
-                answer_text(job, t5, infer.Example(ids, number=number), as_it_comes=True)
+                answer_text(job, t5, infer.Example(ids, number=number))
         except EOFError:
             print(flush=True)
             return
@@ -379,20 +373,13 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
             say(error)
 
 
-def answer_text(job: Job, t5: infer.T5, example: infer.Example, as_it_comes: bool = False) -> None:
-    """Print the answers to one text; `as_it_comes`: the only one while it is decoded."""
-    decoding = job.decoding
-    if as_it_comes and decoding.num_decodes == 1 and not decoding.return_scores:
-        with process.writing(sys.stdout):
-            for part in infer.stream_answer(t5, decoding, example, job.vocabulary):
-                print(part, end='', flush=True)
-            print(flush=True)
-        return
-    [answer] = infer.answer_batch(t5, decoding, [example])
+def answer_text(job: Job, t5: infer.T5, example: infer.Example) -> None:
+    """Print the answers to one text."""
+    [answer] = infer.answer_batch(t5, job.decoding, [example])
     if jax.process_index() > 0:
         return
     for i, text in enumerate(answer.texts):
-        if decoding.return_scores:
+        if answer.scores:
             print(f'{answer.scores[i]:.6g} nats:', file=sys.stderr, flush=True)
         with process.writing(sys.stdout):
             print(text, flush=True)
@@ -504,14 +491,10 @@ def encodings_of(
 
     def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
         for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
-            is_token_M = np.asarray(example.inputs) > 0
-            match pool:
-                case 'mean':
-                    yield outputs_MD[is_token_M].mean(axis=0)
-                case 'first':
-                    yield outputs_MD[0] if t5.projection is None else outputs_MD[0] @ t5.projection
-                case _:
-                    yield outputs_MD
+            if pool == 'mean':
+                yield outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0)
+            else:
+                yield outputs_MD
 
     encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
     arrays = {'indices': np.array([example.number for example in examples], np.int64)}

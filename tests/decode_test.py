@@ -56,8 +56,7 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
 
         lengths_b = jnp.full_like(prompt_bT[:, 0], prompt_bT.shape[1])
         cache = model.apply(start, params)
-        sampler = decode.Sampler(step, prompt_bT, lengths_b, eos_id=eos_id)
-        return sampler.sample(cache)[0]
+        return decode.sample(step, cache, prompt_bT, lengths_b, eos_id=eos_id)[0]
 
     return sharded(device_generate, config, mesh)
 
@@ -149,8 +148,7 @@ def decoded(case, arrays, mesh):
         keys_b = jax.vmap(jax.random.key)(first_tokens_b)
         temperature_b = jnp.full(lengths_b.shape, temperature)
         choose = decode.random_tokens(keys_b, temperature_b, top_k=top_k)
-        sampler = decode.Sampler(step, prompt_bT, lengths_b, choose, eos_id=eos_id)
-        return sampler.sample(acc_bD)
+        return decode.sample(step, acc_bD, prompt_bT, lengths_b, choose, eos_id=eos_id)
 
     tokens, scores = on_rows(sample, mesh, arrays['acc0'], prompt, lengths, first_tokens)
     rows = []
@@ -341,7 +339,7 @@ def sampled_tokens(logits, mesh, **options):
         choose = decode.random_tokens(keys_r, temperature_r, **options)
         prompt = jnp.zeros_like(rows_r)[:, None]
         step = lambda tokens, cache: (own_logits, cache)  # noqa: E731
-        return decode.Sampler(step, prompt, jnp.ones_like(rows_r), choose).sample(())
+        return decode.sample(step, (), prompt, jnp.ones_like(rows_r), choose)
 
     tokens, scores = on_rows(device_sample, mesh, rows, temperature)
     return tokens[:, 0], scores
@@ -663,7 +661,7 @@ def test_64_bits_change_nothing(way):
         keys_r = jax.random.split(jax.random.key(0), len(prompt))
         limits = {'top_k': {'top_k': 3}, 'top_p': {'top_p': 0.5}}[way]
         choose = decode.random_tokens(keys_r, jnp.ones(len(prompt), jnp.float32), **limits)
-        return decode.Sampler(step, prompt, lengths, choose).sample(())
+        return decode.sample(step, (), prompt, lengths, choose)
 
     specs = (P(None, 'model'), partition.BATCH)
     found = []

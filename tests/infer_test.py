@@ -5,7 +5,6 @@ golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs s
 
 import dataclasses
 import functools
-import io
 import os
 import pathlib
 import shutil
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sentencepiece
 from forms import first_quick
 from small_models import ONE_GOLDEN_MODEL, assert_close, assert_refused, golden_batch, make_mesh
 
@@ -292,76 +290,6 @@ BAD_OPTIONS = [
 def test_options_that_are_refused(t5):
     for name, options in BAD_OPTIONS:
         assert_refused(lambda options=options: t5.generate([[5], [6]], **options), name)
-    for name, options in [('num_return', {'num_return': 2, 'temperature': 1.0}), BAD_OPTIONS[-5]]:
-        assert_refused(lambda options=options: t5.stream('a', **options), name)
-
-
-SAMPLED = {'temperature': 1.0, 'top_k': 200, 'seed': 3, 'prompts': ['ä€']}
-STREAMED = [
-    (SAMPLED, (1, 1)),
-    pytest.param({}, (2, 2), marks=pytest.mark.slow),
-    pytest.param({'beam_size': 2}, (1, 1), marks=pytest.mark.slow),
-    pytest.param({}, (1, 1), marks=[pytest.mark.slow, pytest.mark.long]),
-    pytest.param(SAMPLED, (2, 2), marks=[pytest.mark.slow, pytest.mark.long]),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('options, mesh_shape', STREAMED)
-def test_the_parts_of_a_stream_are_the_answer(options, mesh_shape):
-    """Also beyond the first room of the cache, and for characters of several tokens."""
-    path = T5X.parent / 'checkpoint_0'
-    t5 = infer.load(path, 'bytes', mesh=make_mesh(*mesh_shape))
-    parts = list(t5.stream('hello', 70, **options))
-    [expected] = t5.generate(['hello'], 70, **options)
-    assert ''.join(parts) == expected
-    assert len(parts) > 10 or 'beam_size' in options
-
-
-class Forced:
-    """A vocabulary in which the answer has given ids, whatever the model says."""
-
-    def __init__(self, ids, vocabulary):
-        self.ids = ids
-        self.vocabulary = vocabulary
-
-    def decode(self, ids):
-        return self.vocabulary.decode(self.ids[: len(ids)])
-
-
-def byte_fallback():
-    """A SentencePiece model with a piece for each byte."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(['some words', 'of a text', 'and uro']),
-        model_writer=model,
-        vocab_size=290,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
-    return vocabularies.SentencePieceVocabulary(model.getvalue())
-
-
-@pytest.mark.parametrize('make', first_quick([byte_fallback, vocabularies.ByteVocabulary]))
-def test_what_may_still_change_is_held_back(untrained, make):
-    """Characters of several bytes come complete; bytes that are none come when the next token is there."""
-    vocabulary = make()
-    [ids] = vocabulary.encode(['a ß €uro 😀 é  語'])
-    rng = np.random.default_rng(0)
-    for tokens in (ids, rng.integers(2, vocabulary.size, 20).tolist()):
-        example = infer.Example([5, 6, 1], prompt=[7] * len(tokens))
-        decoding = infer.Decoding(max_length=len(tokens))
-        forced = Forced(tokens, vocabulary)
-        parts = list(infer.stream_answer(untrained, decoding, example, forced))
-        assert ''.join(parts) == vocabulary.decode(tokens)
-        assert len(parts) > 5
-        if tokens is ids:
-            assert '\ufffd' not in ''.join(parts)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import os
 import pathlib
 import pty
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -328,28 +327,23 @@ def test_parquet_is_read_as_in_training(tmp_path, loaded, capsys):
         do(CHANGES | {'data.inputs': '{n}'}, **request)
 
 
-def test_the_kind_of_input_is_not_that_of_the_files_of_the_run(
-    tmp_path, loaded, capsys, monkeypatch
+@pytest.mark.parametrize(
+    'of_run, name, content, changes',
+    [
+        ({'kind': 'csv'}, 'a.jsonl', '{"inputs": "o, ne"}', {}),
+        ({'kind': 'tsv'}, 'a.data', 'inputs\n"o, ne"\n', {'data.kind': 'csv'}),
+        ({'delimiter': 'tab'}, 'a.csv', 'n,inputs\n1,"o, ne"\n', {}),
+        ({'delimiter': 'tab'}, 'a.csv', 'n;inputs\n1;"o, ne"\n', {'data.delimiter': ';'}),
+    ],
+)
+def test_the_form_of_input_is_not_that_of_the_files_of_the_run(
+    tmp_path, loaded, capsys, monkeypatch, of_run, name, content, changes
 ):
-    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': {'kind': 'csv'}})
-    (tmp_path / 'a.jsonl').write_text('{"inputs": "one"}')
-    (tmp_path / 'a.data').write_text('inputs\none\n')
-    for name, changes in (('a.jsonl', {}), ('a.data', {'data.kind': 'csv'})):
-        do(CHANGES | changes, input=str(tmp_path / name))
-        line = json.loads(capsys.readouterr().out)
-        assert line['inputs'] == {'inputs_pretokenized': 'one'}
-
-
-def test_the_delimiter_of_input_is_not_that_of_the_files_of_the_run(
-    tmp_path, loaded, capsys, monkeypatch
-):
-    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': {'delimiter': 'tab'}})
-    (tmp_path / 'a.csv').write_text('n,inputs\n1,"o, ne"\n')
-    (tmp_path / 'b.csv').write_text('n;inputs\n1;"o, ne"\n')
-    for name, changes in (('a.csv', {}), ('b.csv', {'data.delimiter': ';'})):
-        do(CHANGES | changes, input=str(tmp_path / name))
-        line = json.loads(capsys.readouterr().out)
-        assert line['inputs'] == {'inputs_pretokenized': 'o, ne'}
+    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': of_run})
+    (tmp_path / name).write_text(content)
+    do(CHANGES | changes, input=str(tmp_path / name))
+    line = json.loads(capsys.readouterr().out)
+    assert line['inputs'] == {'inputs_pretokenized': 'o, ne'}
 
 
 def write_tasks(folder):
@@ -609,34 +603,6 @@ def test_shards_are_merged_in_the_order_of_the_examples(tmp_path, loaded, num_sh
     assert len(list(folder.glob('*.COMPLETED'))) == num_shards
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_killed_command_goes_on(tmp_path):
-    """SIGKILL, again and again, at any time; the lines are those of a run that nobody killed."""
-    file, _ = write_examples(tmp_path, num_examples=400)
-
-    program = 'import sys, infer, main; infer.EXAMPLES_PER_CHUNK = 8; sys.exit(main.main(sys.argv))'
-
-    def command(folder):
-        flags = [*flags_of(file, folder), '--config.decode.temperature=1.0']
-        return [sys.executable, '-c', program, *flags]
-
-    whole = tmp_path / 'whole'
-    subprocess.run(command(whole), cwd=ROOT, check=True, capture_output=True)
-    folder = tmp_path / 'killed'
-    num_chunks = 0
-    for _ in range(3):
-        process = subprocess.Popen(command(folder), cwd=ROOT, stderr=subprocess.DEVNULL)
-        while len(list(folder.glob('tmp-*/*-chunk*'))) < num_chunks + 5:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        num_chunks = len(list(folder.glob('tmp-*/*-chunk*')))
-    subprocess.run(command(folder), cwd=ROOT, check=True, capture_output=True)
-    assert contents(folder) == contents(whole)
-
-
 # Encodings.
 
 
@@ -648,12 +614,10 @@ def test_a_killed_command_goes_on(tmp_path):
         pytest.param(1, marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
-@pytest.mark.parametrize('pool', ['none', 'mean', 'first'])
+@pytest.mark.parametrize('pool', ['none', 'mean'])
 def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
     """Of all shards together they are those of `T5.encode`, each with the number of its example."""
     monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 3)
-    projection = np.random.default_rng(0).standard_normal([t5.config.emb_dim, 5])  # RankGen's
-    monkeypatch.setattr(t5, 'projection', projection.astype(np.float32))
     file, content = write_examples(tmp_path)
     folder = tmp_path / 'out'
     request = {'input': str(file), 'encode': True, 'pool': pool, 'output_dir': str(folder)}
@@ -675,8 +639,6 @@ def test_encodings(tmp_path, loaded, t5, monkeypatch, pool, num_shards):
         numbers += indices
         if pool == 'mean':
             expected = np.stack([outputs[i, mask[i]].mean(axis=0) for i in indices])
-        elif pool == 'first':
-            expected = outputs[indices, 0] @ projection
         else:
             np.testing.assert_array_equal(arrays['lengths'], mask[indices].sum(axis=1))
             expected = np.concatenate([outputs[i, mask[i]] for i in indices])
@@ -886,25 +848,17 @@ def test_a_prompt(terminal, t5, capsys):
     """Empty lines, those that are too long, Ctrl-C and text that is not UTF-8 lead to the next line."""
     no_utf8 = UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'invalid start byte')
     terminal('one', '', ' ', 'a' * 99, KeyboardInterrupt(), no_utf8, '\udcff', 'two words')
-    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, CHANGES)
+    changes = CHANGES | {'decode.beam_size': 2, 'decode.num_return': 2}
+    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes)
     assert job.is_prompt
     infer_mode.answer_typed_lines(job, t5)
     captured = capsys.readouterr()
-    answers = t5.generate(['one', 'two words'], 8)
-    assert captured.out == f'{answers[0]}\n\n{answers[1]}\n\n'
+    first, second = t5.generate(['one', 'two words'], 8, beam_size=2, num_return=2)
+    assert captured.out == '\n'.join([*first, '', *second, '', ''])
     heading, *faults = captured.err.splitlines()
     assert 'Ctrl-D' in heading
     assert ['100 tokens' in faults[0], len(faults)] == [True, 3]
     assert faults[1:] == ['this line is not UTF-8: write it in UTF-8'] * 2
-
-
-def test_several_answers_at_a_prompt(terminal, t5, capsys):
-    terminal('one')
-    changes = CHANGES | {'decode.beam_size': 2, 'decode.num_return': 2}
-    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes)
-    infer_mode.answer_typed_lines(job, t5)
-    expected = t5.generate(['one'], 8, beam_size=2, num_return=2)
-    assert capsys.readouterr().out.splitlines()[:2] == expected[0]
 
 
 @pytest.mark.parametrize(
