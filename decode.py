@@ -14,6 +14,7 @@ suffixes are those of model.py and
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -28,6 +29,9 @@ import partition
 
 EOS_ID = 1
 MASKED = -1e7  # T5X's logit of a token never taken, and its score of a missing sequence
+MISSING = (
+    MASKED / 100
+)  # a sequence with a score below is missing: the brevity penalty divides MASKED
 MIN_TEMPERATURE = 1e-4  # up to here the most likely token is taken
 FIRST_ROOM = 64  # tokens of the first cache
 
@@ -56,16 +60,17 @@ class Decoding:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     min_length: int = 0
-    bad_words: Sequence[Text] = ()
-    allowed: Sequence[Text] = ()
+    bad_words: Text | Sequence[Text] = ()
+    allowed: Sequence = ()  # of Text, or a list of them for each input
     stop: str | Sequence[str] = ()
     filters: Sequence[Filter] = ()
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, 'stop', (self.stop,))
         for field in dataclasses.fields(self):  # programs are kept by their options
-            object.__setattr__(self, field.name, hashable(getattr(self, field.name)))
+            value = hashable(getattr(self, field.name))
+            if field.name in ('bad_words', 'allowed', 'stop') and isinstance(value, str):
+                value = (value,)
+            object.__setattr__(self, field.name, value)
 
     @property
     def is_random(self) -> bool:
@@ -81,11 +86,23 @@ class Decoding:
         return max(self.beam_size, self.num_return)
 
     @property
+    def is_allowed_per_input(self) -> bool:
+        """Whether `allowed` has a list for each input, of texts or of lists of ids."""
+        lists = [x for x in self.allowed if isinstance(x, tuple)]
+        return any(not isinstance(x, int) for x in itertools.chain(*lists))
+
+    @property
     def program(self) -> 'Decoding':
         """The options that a program is compiled for; the others are its arguments."""
-        temperature = float(self.is_random)
-        max_length = self.max_length if self.allowed else 0  # allowed answers must fit
-        return dataclasses.replace(self, max_length=max_length, seed=0, temperature=temperature)
+        return dataclasses.replace(
+            self,
+            max_length=0,
+            seed=0,
+            temperature=float(self.is_random),
+            bad_words=('any',) if self.bad_words else (),
+            allowed=('any',) if self.allowed else (),
+            stop=('any',) if self.stop else (),
+        )
 
 
 def hashable(value):
@@ -102,15 +119,16 @@ def decode(
     step: 'Step[Cache]',
     cache: 'Cache',
     batch: Mapping[str, jax.Array],
-    words: 'Words',
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return tokens_bnT and scores_bn, the best last; without `return_scores` None for scores.
+    """Return tokens_bnT and scores_bn, the best last; None for the scores of samples without `return_scores`.
 
-    `batch` has prompt_bT, lengths_b, temperature_b, seed_b and example_b, the numbers of the examples.
+    `batch` has prompt_bT, lengths_b, temperature_b, seed_b, example_b, the numbers of the examples, and the texts of
+    `decoding` as ids, each padded with -1 and the list with -2: bad_words_bnW and stop_bnW, padded on the left, and
+    allowed_bnA, which end with EOS.
     """
     num_decodes = decoding.num_decodes
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
-    filters = filters_of(decoding, words, rows['prompt_bT'])
+    filters = filters_of(decoding, rows)
     if decoding.beam_size > 1:
         tokens_bnT, scores_bn = beam_search(
             step,
@@ -145,7 +163,7 @@ def decode(
         if num_decodes > 1:
             scores_bn, order_bn = best_last(scores_bn, num_decodes)
             tokens_bnT = pick(tokens_bnT, order_bn)
-    if not decoding.return_scores:
+    if not decoding.return_scores and decoding.beam_size == 1:
         return tokens_bnT, None  # XLA then computes no scores
     return tokens_bnT, scores_bn
 
@@ -442,31 +460,23 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
 # Filters: transformers' LogitsProcessors. `filtered` has the shapes.
 
 
-class Words(NamedTuple):
-    """The texts of a `Decoding` as int32 ids, each text a row, padded with -1."""
-
-    bad_words_nW: NDArray  # padded on the left
-    allowed_nA: NDArray  # with EOS, padded on the right
-    stop_nW: NDArray  # padded on the left
-
-
-def filters_of(decoding: Decoding, words: Words, prompt_rT: jax.Array) -> list[Filter]:
+def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array]) -> list[Filter]:
     """Return the filters in transformers' order, then the user's own, and stop texts last."""
-    num_given_r = 1 + (prompt_rT > 0).sum(axis=1)  # with BOS
+    num_given_r = 1 + (rows['prompt_bT'] > 0).sum(axis=1)  # with BOS
     found: list[Filter] = []
     if decoding.repetition_penalty != 1:
         found.append(partial(penalize_repetition, decoding.repetition_penalty))
     if decoding.no_repeat_ngram_size:
         found.append(partial(forbid_repeated_ngrams, decoding.no_repeat_ngram_size))
-    if len(words.bad_words_nW):
-        found.append(partial(forbid_words, words.bad_words_nW))
+    if decoding.bad_words:
+        found.append(partial(forbid_words, rows['bad_words_bnW']))
     if decoding.min_length:
         found.append(partial(forbid_early_end, decoding.min_length + num_given_r))
-    if len(words.allowed_nA):
-        found.append(partial(allow_only, words.allowed_nA))
+    if decoding.allowed:
+        found.append(partial(allow_only, rows['allowed_bnA']))
     found += decoding.filters
-    if len(words.stop_nW):
-        found.append(partial(end_after, words.stop_nW, num_given_r))
+    if decoding.stop:
+        found.append(partial(end_after, rows['stop_bnW'], num_given_r))
     return found
 
 
@@ -513,38 +523,36 @@ def forbid_early_end(min_length_r, logits_rv, tokens_rT, ids_v):
     return forbid(logits_rv, jnp.where(is_early_r, EOS_ID, -1)[:, None], ids_v)
 
 
-def forbid_words(words_nW, logits_rv, tokens_rT, ids_v):
+def forbid_words(words_rnW, logits_rv, tokens_rT, ids_v):
     """Forbid the last token of each word after its others."""
-    follows_rn = ends_with(tokens_rT, words_nW[:, :-1])
-    return forbid(logits_rv, jnp.where(follows_rn, words_nW[None, :, -1], -1), ids_v)
+    follows_rn = ends_with(tokens_rT, words_rnW[:, :, :-1])
+    return forbid(logits_rv, jnp.where(follows_rn, words_rnW[:, :, -1], -1), ids_v)
 
 
-def allow_only(answers_nA, logits_rv, tokens_rT, ids_v):
+def allow_only(answers_rnA, logits_rv, tokens_rT, ids_v):
     """Forbid tokens that continue none of the answers; if nothing continues one, allow EOS alone."""
-    length = min(answers_nA.shape[1], tokens_rT.shape[1] - 1)
-    answers_1nA = jnp.asarray(answers_nA)[None, :, :length]
+    length = answers_rnA.shape[2]
     decoded_r1A = tokens_rT[:, None, 1 : 1 + length]
-    begins_rn = ((decoded_r1A < 0) | (decoded_r1A == answers_1nA)).all(axis=2)
+    begins_rn = ((decoded_r1A < 0) | (decoded_r1A == answers_rnA)).all(axis=2)
     position_r11 = jnp.clip((tokens_rT >= 0).sum(axis=1) - 1, max=length - 1)[:, None, None]
-    next_rn = jnp.take_along_axis(answers_1nA, position_r11, axis=2)[..., 0]
+    next_rn = jnp.take_along_axis(answers_rnA, position_r11, axis=2)[..., 0]
     next_rn = jnp.where(begins_rn, next_rn, -1)
     next_rn = jnp.where((next_rn < 0).all(axis=1, keepdims=True), EOS_ID, next_rn)
     return jnp.where(among(next_rn, ids_v), logits_rv, -jnp.inf)
 
 
-def end_after(words_nW, num_given_r, logits_rv, tokens_rT, ids_v):
+def end_after(words_rnW, num_given_r, logits_rv, tokens_rT, ids_v):
     """Allow EOS alone after one of the words, but not within the first `num_given` tokens, BOS and prompt."""
     is_answer_r = (tokens_rT >= 0).sum(axis=1) > num_given_r
-    has_ended_r1 = (is_answer_r & ends_with(tokens_rT, words_nW).any(axis=1))[:, None]
+    has_ended_r1 = (is_answer_r & ends_with(tokens_rT, words_rnW).any(axis=1))[:, None]
     only_eos_1v = jnp.where(ids_v == EOS_ID, 0.0, -jnp.inf)[None]
     return jnp.where(has_ended_r1, only_eos_1v, logits_rv)
 
 
-def ends_with(tokens_rT: jax.Array, words_nW: NDArray) -> jax.Array:
+def ends_with(tokens_rT: jax.Array, words_rnW: jax.Array) -> jax.Array:
     """Return which words the newest tokens of each row are, bool [r, n]; words have -1 on the left."""
-    newest_r1W = newest(tokens_rT, words_nW.shape[1])[:, None]
-    words_1nW = jnp.asarray(words_nW)[None]
-    return ((words_1nW < 0) | (words_1nW == newest_r1W)).all(axis=2)
+    newest_r1W = newest(tokens_rT, words_rnW.shape[2])[:, None]
+    return ((words_rnW == -1) | (words_rnW == newest_r1W)).all(axis=2)
 
 
 def newest(tokens_rT: jax.Array, num: int) -> jax.Array:

@@ -32,7 +32,7 @@ from decode import Decoding
 from messages import Refused
 from model import T5Config
 from paths import AnyPath
-from vocabulary import EOS_ID, Vocabulary
+from vocabulary import EOS_ID, UNK_ID, Vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -43,6 +43,7 @@ IGNORED_FEATURES = ('decoder_loss_weights', 'encoder_positions', 'decoder_positi
 LENGTH_MULTIPLE = 32  # for padding, because each length is compiled
 MAX_INPUT_LENGTH = 512  # T5's, used if the checkpoint does not say
 OPTIONS = tuple(field.name for field in dataclasses.fields(Decoding))
+NO_WORD = -2  # pads lists of words: no token is one
 EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
 
 HEADS = P(partition.BATCH_AXES, 'model')  # keys, values and logits_rv
@@ -144,6 +145,7 @@ class T5:
         self._scores = self._compile(_scores, arrays)
         self._encodings = self._compile(_encodings, arrays)
         self._generators: dict[Decoding, jax.stages.Wrapped] = {}
+        self._words: tuple[Decoding, dict[str, NDArray]] = (Decoding(), {})  # the last ones
 
     @property
     def arrays(self) -> Parameters:
@@ -213,8 +215,9 @@ class T5:
         repetition_penalty: float = 1.0,  # above 1, make tokens that have occurred less likely
         no_repeat_ngram_size: int = 0,  # size of n-grams that may occur once; 0 for any
         min_length: int = 0,  # tokens after the prompt, EOS not included
-        bad_words: Sequence[decode.Text] = (),  # texts or ids banned from answers
-        allowed: Sequence[decode.Text] = (),  # the only answers: texts or ids
+        bad_words: decode.Text | Sequence[decode.Text] = (),  # texts or ids banned from answers
+        allowed: decode.Text
+        | Sequence = (),  # the only answers: texts or ids, or a list for each input
         stop: str | Sequence[str] = (),  # texts that end an answer, not part of it
         filters: Sequence[decode.Filter] = (),  # your own: see decode.filtered
         return_scores: bool = False,  # return `Answers`
@@ -224,7 +227,8 @@ class T5:
         """Return the model's answers: texts if the inputs are texts, else lists of ids without EOS.
 
         By default an answer has the most likely token at each position. With `num_return` above 1, return a list of
-        answers for each input, the best first. `return_scores` returns `Answers`: texts, tokens and scores. A score
+        answers for each input, the best first; fewer if a beam search finds fewer, and -inf for their scores.
+        `return_scores` returns `Answers`: texts, tokens and scores. A score
         is the log-likelihood of an answer in nats, as `score` has it, without its prompt; a beam search divides it by
         T5X's brevity penalty, ((5 + length) / 6)^`alpha`. `prompts` has a text, ids or None for each input.
         Filters, from `repetition_penalty` to `filters`, change the choice in transformers' order. They change the
@@ -241,13 +245,15 @@ class T5:
         found = list(answer_batch(self, decoding, examples))
         texts = None
         if self.vocabulary is not None:
-            texts = _one_or_all([answer.texts for answer in found])
+            texts = _one_or_all([answer.texts for answer in found], num_return)
         without_eos: list[list[list[int]]] = []
         for answer in found:
             without_eos.append([[i for i in ids if i > EOS_ID] for ids in answer.tokens])
-        tokens = _one_or_all(without_eos)
+        tokens = _one_or_all(without_eos, num_return)
         if return_scores:
-            scores_bn = np.array([answer.scores for answer in found], np.float32)
+            scores_bn = np.full((len(found), num_return), -np.inf, np.float32)
+            for i, answer in enumerate(found):
+                scores_bn[i, : len(answer.scores)] = answer.scores
             scores = scores_bn[:, 0] if num_return == 1 else scores_bn
             return Answers(texts, tokens, scores)
         return texts if texts is not None and _are_texts(inputs) else tokens
@@ -263,6 +269,8 @@ class T5:
         ids = self._inputs(inputs, trim)
         if isinstance(decoding.temperature, tuple):
             _check_one_each('temperature', decoding.temperature, ids)
+        if decoding.is_allowed_per_input:
+            _check_one_each('allowed', decoding.allowed, ids)
         prompts = [None] * len(ids) if prompts is None else prompts
         if isinstance(prompts, list | tuple):
             nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
@@ -273,8 +281,10 @@ class T5:
             if not prompt.all() or len(prompt) > decoding.max_length:
                 raise Refused(f'prompts[{i}] must have at most max_length ids, none of them 0')
             if decoding.allowed and len(prompt):
-                words = words_of(decoding, self.vocabulary, self.config.vocab_size)
-                if not (words.allowed_nA[:, : len(prompt)] == prompt).all(axis=1).any():
+                allowed_bnA = self._words_of(decoding)['allowed_bnA']
+                allowed_nA = allowed_bnA[i if decoding.is_allowed_per_input else 0]
+                begins = allowed_nA[:, : len(prompt)]
+                if begins.shape[1] < len(prompt) or not (begins == prompt).all(axis=1).any():
                     raise Refused(f'prompts[{i}]: begins none of the answers that are allowed')
         return [Example(x, prompt=of_prompts[i], number=i) for i, x in enumerate(ids)]
 
@@ -342,6 +352,11 @@ class T5:
 
     # Programs and their arguments.
 
+    def _words_of(self, decoding: Decoding) -> dict[str, NDArray]:
+        if self._words[0] != decoding or not self._words[1]:
+            self._words = (decoding, words_of(decoding, self.vocabulary, self.config.vocab_size))
+        return self._words[1]
+
     def _compile(
         self,
         device_function: Callable,
@@ -385,6 +400,11 @@ def next_size(n: int, multiple: int) -> int:
             return size + size // 2
         size *= 2
     return size
+
+
+def next_power(n: int) -> int:
+    """Return the first of 1, 2, 4, 8 ... that reaches `n`."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 # Any number of examples.
@@ -457,17 +477,22 @@ def answer_batch(
     for i, example in enumerate(examples):
         batch['prompt_bT'][i, : len(example.prompt)] = example.prompt
         batch['example_b'][i] = example.number
+    for name, words in t5._words_of(decoding).items():
+        batch[name] = np.full((num_rows, *words.shape[1:]), NO_WORD, np.int32)
+        batch[name][: len(examples)] = words  # one for all, or one for each
     t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
     program = decoding.program
     if program not in t5._generators:
-        words = words_of(decoding, t5.vocabulary, t5.config.vocab_size)
-        answers = functools.partial(_answers, program, words)
+        answers = functools.partial(_answers, program)
         t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
     placed = partition.place_batch(t5.mesh, batch)
     found = t5._generators[program](t5._decoding_arrays, placed)
     tokens_bnT, scores_bn = jax.tree.map(np.asarray, found)
-    best_first = slice(-1, -1 - decoding.num_return, -1)
     for i in range(len(examples)):
+        num_found = decoding.num_return
+        if decoding.beam_size > 1:
+            num_found = min(num_found, max(1, (scores_bn[i] > decode.MISSING).sum()))
+        best_first = slice(-1, -1 - num_found, -1)
         tokens = [np.trim_zeros(ids, 'b').tolist() for ids in tokens_bnT[i, best_first]]
         texts = []
         if t5.vocabulary is not None:
@@ -560,10 +585,10 @@ def _step(
 
 
 def _answers(
-    decoding: Decoding, words: decode.Words, config: T5Config, params: Parameters, batch: Batch
+    decoding: Decoding, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
     cache = _start(decoding, 0, config, params, batch['inputs_bM'])
-    return decode.decode(decoding, functools.partial(_step, config, params), cache, batch, words)
+    return decode.decode(decoding, functools.partial(_step, config, params), cache, batch)
 
 
 def decoding_step(
@@ -605,36 +630,67 @@ def check_decoding(decoding: Decoding) -> None:
         raise Refused(f'min_length={decoding.min_length}: must be below max_length')
 
 
-def words_of(decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int) -> decode.Words:
-    """Return the texts of `decoding` as ids."""
-    found: dict[str, list[list[int]]] = {'bad_words': [], 'allowed': [], 'stop': []}
-    for name, rows in found.items():
-        for i, text in enumerate(getattr(decoding, name)):
-            ids = text
-            if isinstance(text, str):
-                [ids] = _encode(vocabulary, [text])
-            if not ids or not 0 < min(ids) <= max(ids) < vocab_size:
-                raise Refused(f'{name}[{i}]={text!r}: must be text or ids, 1 to {vocab_size - 1}')
-            rows.append([*ids, EOS_ID] if name == 'allowed' else [*ids])
-            if name == 'stop' and vocabulary is not None:
-                # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop`
-                # finds other occurrences.
-                if vocabulary.decode(ids) != text:
-                    rows.pop()
-                rows += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
-            if name == 'allowed' and len(rows[i]) > decoding.max_length:
-                raise Refused(f'allowed[{i}]={text!r}: set max_length={len(rows[i])} or more')
-    matrices = []
-    for name, rows in found.items():
-        matrix = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
-        for i, ids in enumerate(rows):
-            start = 0 if name == 'allowed' else matrix.shape[1] - len(ids)
-            matrix[i, start : start + len(ids)] = ids
-        matrices.append(matrix)
-    return decode.Words(*matrices)
+def words_of(
+    decoding: Decoding, vocabulary: Vocabulary | None, vocab_size: int
+) -> dict[str, NDArray]:
+    """Return the texts of `decoding` as `decode.decode` takes them, with b = 1 if they are the same for all inputs.
+
+    Their number and length are powers of two, because each shape is compiled.
+    """
+
+    def ids_of(name: str, text: decode.Text) -> list[int]:
+        ids = _encode(vocabulary, [text])[0] if isinstance(text, str) else text
+        is_list = isinstance(ids, tuple | list) and all(isinstance(i, int) for i in ids)
+        if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
+            raise Refused(f'{name}={text!r}: must be text or ids, 1 to {vocab_size - 1}')
+        if isinstance(text, str) and UNK_ID in ids:
+            lacking = [x for x in dict.fromkeys(text) if UNK_ID in _encode(vocabulary, [x])[0]]
+            raise Refused(f'{name}={text!r}: the vocabulary lacks {lacking}: use another text')
+        return [*ids]
+
+    bad_words = [ids_of(f'bad_words[{i}]', text) for i, text in enumerate(decoding.bad_words)]
+    stop = []
+    for i, text in enumerate(decoding.stop):
+        if not text or not isinstance(text, str):
+            raise Refused(f'stop[{i}]={text!r}: must be text')
+        [ids] = _encode(vocabulary, [text])
+        assert vocabulary is not None
+        # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop` finds
+        # other occurrences.
+        if vocabulary.decode(ids) == text:
+            stop.append(ids)
+        stop += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
+    allowed = []
+    lists = decoding.allowed if decoding.is_allowed_per_input else (decoding.allowed,)
+    for i, texts in enumerate(lists):
+        of_input = f'[{i}]' if decoding.is_allowed_per_input else ''
+        rows = []
+        for k, text in enumerate((texts,) if isinstance(texts, str) else texts):
+            rows.append([*ids_of(f'allowed{of_input}[{k}]', text), EOS_ID])
+            if len(rows[k]) > decoding.max_length:
+                name = f'allowed{of_input}[{k}]={text!r}'
+                raise Refused(f'{name}: set max_length={len(rows[k])} or more')
+        allowed.append(rows)
+    return {
+        'bad_words_bnW': _padded([bad_words], on_left=True),
+        'allowed_bnA': _padded(allowed, on_left=False),
+        'stop_bnW': _padded([stop], on_left=True),
+    }
 
 
-def _check_one_each(name: str, values: Sequence[Ids] | NDArray, inputs: Sequence[Ids]) -> None:
+def _padded(lists: Sequence[Sequence[Sequence[int]]], on_left: bool) -> NDArray:
+    """Return lists of ids as int32 [b, n, W], padded with -1; further rows are NO_WORD."""
+    num_words = next_power(max(map(len, lists)))
+    width = next_power(max((len(ids) for rows in lists for ids in rows), default=1))
+    padded = np.full((len(lists), num_words, width), NO_WORD, np.int32)
+    for b, rows in enumerate(lists):
+        for n, ids in enumerate(rows):
+            padding = [-1] * (width - len(ids))
+            padded[b, n] = [*padding, *ids] if on_left else [*ids, *padding]
+    return padded
+
+
+def _check_one_each(name: str, values: Sequence, inputs: Sequence[Ids]) -> None:
     if len(values) != len(inputs):
         raise Refused(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
 
@@ -656,8 +712,8 @@ def _shortened(value: object) -> str:
     return f'{" ".join(repr(value).split()):.60}'
 
 
-def _one_or_all(answers: list[list[Result]]) -> list[Result] | list[list[Result]]:
-    """Return the answers to each input, without a list if there is only one."""
-    if len(answers[0]) > 1:
+def _one_or_all(answers: list[list[Result]], num_return: int) -> list[Result] | list[list[Result]]:
+    """Return the answers to each input, without a list if one is asked for."""
+    if num_return > 1:
         return answers
     return [answer for [answer] in answers]

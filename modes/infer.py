@@ -450,20 +450,18 @@ def lines_of(
     predict = functools.partial(infer.answer_batch, t5, job.decoding)
     answers = infer.in_batches(predict, examples, config.batch_size, progress)
     for written, answer in zip(inputs, answers, strict=True):
-        line: dict = {'inputs': written, 'prediction': one_or_all(answer.texts)}
+        line: dict = {'inputs': written, 'prediction': one_or_all(answer.texts, config.num_return)}
         if request.output_ids:
             ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
-            line['prediction_tokens'] = one_or_all(ids)
+            line['prediction_tokens'] = one_or_all(ids, config.num_return)
         if config.return_scores:
-            line['aux'] = {'scores': one_or_all(answer.scores)}
+            line['aux'] = {'scores': one_or_all(answer.scores, config.num_return)}
         yield results.as_line(line)
 
 
-def one_or_all(values: list):
-    """Return the one value of a list, or all of several: the best answer is the first."""
-    if len(values) == 1:
-        return values[0]
-    return values
+def one_or_all(values: list, num_return: int):
+    """Return the one value that is asked for, or the list of several: the best answer is the first."""
+    return values[0] if num_return == 1 else values
 
 
 def selected(fields: Mapping, names: Sequence[str]) -> dict:

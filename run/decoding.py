@@ -23,5 +23,7 @@ def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> D
         if vocabulary is not None:
             given['filters'] = tuple(module.filters(vocabulary))
     decoding = Decoding(**given)
+    if decoding.is_allowed_per_input:
+        raise Refused(f'decode.allowed={decoding.allowed}: name texts, the same for all inputs')
     infer.check_decoding(decoding)
     return decoding

@@ -133,9 +133,8 @@ def programs(file):
             rows_b = prompt_bT[:, 0]
             batch = {'prompt_bT': prompt_bT, 'lengths_b': rows_b + 8, 'example_b': rows_b}
             batch |= {'seed_b': rows_b, 'temperature_b': rows_b + 1.0}
-            no_words = decode.Words(*[np.zeros((0, 1), np.int32)] * 3)
             cache = model.apply(start, params)
-            return decode.decode(decoding, step, cache, batch, no_words)
+            return decode.decode(decoding, step, cache, batch)
 
         for decoding in decodings:
             f = sharded(

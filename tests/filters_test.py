@@ -17,6 +17,7 @@ import decode
 import infer
 import partition
 from configs import base
+from messages import Refused
 from run.decoding import decoding_of
 from vocabulary import EOS_ID, ByteVocabulary, SentencePieceVocabulary
 
@@ -244,7 +245,7 @@ def test_the_processors_of_transformers(transformers):
 
     logits, tokens = random_rows(0)
     words = [[7], [2, 3], [3, 3, 4], [tokens[0][-1], 9], [*tokens[1][-2:], 5]]
-    words_nW = np.array([[-1] * (3 - len(word)) + word for word in words], np.int32)
+    words_1nW = np.array([[[-1] * (3 - len(word)) + word for word in words]], np.int32)
     partial = functools.partial
     pairs = [
         (partial(decode.penalize_repetition, p), theirs.RepetitionPenaltyLogitsProcessor(p))
@@ -255,7 +256,7 @@ def test_the_processors_of_transformers(transformers):
         for n in (1, 2, 3, 4, 20)
     ]
     bad_words = theirs.NoBadWordsLogitsProcessor(words, eos_token_id=EOS_ID)
-    pairs.append((partial(decode.forbid_words, words_nW), bad_words))
+    pairs.append((partial(decode.forbid_words, words_1nW), bad_words))
     for n in (5, 9, 10, 20):
         minimum = theirs.MinNewTokensLengthLogitsProcessor(1, n, EOS_ID, device='cpu')
         pairs.append((partial(decode.forbid_early_end, jnp.full(1, 1 + n)), minimum))
@@ -294,8 +295,8 @@ def test_tokens_that_end_an_answer_have_its_stop_text(text):
     """So the device never ends too early; what it misses is cut from the whole answer."""
     vocabulary = SentencePieceVocabulary((HERE / 'hunt/good.model').read_bytes())
     decoding = decode.Decoding(stop=(text,))
-    found = infer.words_of(decoding, vocabulary, vocabulary.size).stop_nW
-    for ids in found:
+    found = infer.words_of(decoding, vocabulary, vocabulary.size)['stop_bnW'][0]
+    for ids in found[(found != infer.NO_WORD).any(axis=1)]:
         ids = ids[ids >= 0].tolist()
         assert text in vocabulary.decode(ids)
         assert len(ids) == 1 or ids == vocabulary.encode([text])[0]
@@ -366,6 +367,16 @@ def test_own_filters_and_texts():
     assert answer[:2] not in other and answer[-1] not in other
     [answer] = t5.generate(['one'], 9, prompts=['y'], allowed=['yes', 'no'])
     assert answer == 'yes'
+    # A bare text is one text. A list for each input, of any length. Another text is no new program.
+    assert t5.generate(['one', 'two'], 9, allowed='yes') == ['yes', 'yes']
+    num_programs = len(t5._generators)
+    lists = [['no'], ('a', 'b', 'c')]
+    assert t5.generate(['one', 'two'], 9, allowed=lists)[0] == 'no'
+    assert len(t5._generators) == num_programs
+    found = t5.generate(['one', 'two'], 9, allowed=lists, beam_size=4, num_return=4)
+    assert [sorted(x) for x in found] == [['no'], ['a', 'b', 'c']]
+    found = t5.generate(['one', 'two'], 9, allowed=[[BYTES.encode(['no'])[0]], ['yes']])
+    assert found == ['no', 'yes']
 
 
 @pytest.mark.slow
@@ -385,9 +396,9 @@ def test_beams_find_the_best_of_the_answers_that_are_allowed():
     for i, of_input in enumerate(inputs):
         scores = t5.score([of_input] * len(answers), [[*x, EOS_ID] for x in answers])
         order = np.argsort(-scores)
-        assert found.tokens[i][: len(answers)] == [answers[k] for k in order]
+        assert found.tokens[i] == [answers[k] for k in order], 'no others are there'
         np.testing.assert_allclose(found.scores[i][: len(answers)], scores[order], rtol=1e-5)
-        assert (found.scores[i][len(answers) :] < -1e6).all(), 'no others are there'
+        assert (found.scores[i][len(answers) :] == -np.inf).all()
 
 
 # (what the message names, options)
@@ -396,6 +407,8 @@ BAD_OPTIONS = [
     ('allowed[1]', {'allowed': ['yes', 'a long answer']}),
     ('allowed[0]', {'allowed': [[5, 0]]}),
     ('bad_words[0]', {'bad_words': [[384]]}),
+    ('allowed[0][1]', {'allowed': [['yes', '']]}),
+    ('allowed', {'allowed': [['yes'], ['no']]}),  # for one input
     ('stop[1]', {'stop': ['.', '']}),
     ('min_length', {'min_length': 9}),
     ('repetition_penalty', {'repetition_penalty': 0.0}),
@@ -412,8 +425,16 @@ def test_options_that_are_refused():
 
 def test_settings_that_are_off_are_not_in_the_program():
     decoding = decode.Decoding().program
-    words = infer.words_of(decoding, BYTES, BYTES.size)
-    assert decode.filters_of(decoding, words, np.zeros((1, 4), np.int32)) == []
+    assert decode.filters_of(decoding, {'prompt_bT': np.zeros((1, 4), np.int32)}) == []
+
+
+def test_words_that_the_vocabulary_lacks():
+    vocabulary = SentencePieceVocabulary((HERE / 'hunt/good.model').read_bytes())
+    for name in ('allowed', 'bad_words'):
+        decoding = decode.Decoding(**{name: ('the', 'the 漢字')})
+        with pytest.raises(Refused) as error:
+            infer.words_of(decoding, vocabulary, vocabulary.size)
+        assert f'{name}[1]' in str(error.value) and "'漢', '字'" in str(error.value)
 
 
 NO_DIGITS = """

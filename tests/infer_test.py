@@ -162,12 +162,13 @@ def test_beams_are_T5Xs(name, num_beams, mesh_shape):
     options = {'beam_size': num_beams, 'num_return': num_beams, 'return_scores': True}
     _, answers, scores = t5.generate(inputs, length, **options)
     np.testing.assert_allclose(scores[is_real], expected_scores[is_real], atol=1e-4)
+    assert (scores[~is_real] == -np.inf).all()
     for row, column in np.argwhere(is_real):
         assert answers[row][column] == expected[row][column]
     fewer = len(inputs) - 1  # padding rows do not differ from T5X's, either
     _, found, found_scores = t5.generate(inputs[:fewer], length, **options)
     assert found == answers[:fewer]
-    assert_close(found_scores, scores[:fewer], 1e-6)
+    np.testing.assert_allclose(found_scores, scores[:fewer], rtol=1e-6)
 
 
 def test_an_answer_continues_after_padding(t5, monkeypatch):
