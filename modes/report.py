@@ -28,7 +28,7 @@ from modes import process
 from run import results
 
 NUM_EXAMPLES = 3  # of each task
-MAX_CHARACTERS = 60  # of a text
+MAX_CHARACTERS = 60  # of a text, but for names and settings: they may differ at their ends
 VALIDATION = 'training_eval/'  # the prefix of an evaluation's name in metrics.jsonl
 LOAD = 'experts/load/'  # the prefix of the load of each expert of families/switch.py
 Column = dict[str, str]  # {title of a row: its cell}, of one run
@@ -53,7 +53,7 @@ def write(names: Sequence[str], output_dir: str = '') -> list[str]:
     paths.check_new(target)
     results.check_writable(target)
     lines = table(
-        [code(str(folder.relative_to(common))) for folder in folders],
+        [code(str(folder.relative_to(common)), limit=1000) for folder in folders],
         [differing_settings(folders), numbers, [answers_of(folder) for folder in folders]],
     )
     with paths.naming(target):
@@ -90,7 +90,7 @@ def differing_settings(folders: Sequence[Path]) -> list[Column]:
             continue
         for column, settings in zip(columns, all_settings, strict=False):  # without the defaults
             if key in settings:
-                column[code(key)] = code(json.dumps(settings[key], ensure_ascii=False))
+                column[code(key)] = code(json.dumps(settings[key], ensure_ascii=False), limit=1000)
     return columns
 
 
@@ -167,12 +167,12 @@ def read_example(content: bytes, title: str) -> tuple[str, str]:
         raise Refused(f'{title} is damaged ({error}): {paths.RESTORE_LINE}') from error
 
 
-def code(text: str) -> str:
-    """Return the beginning of a text as code in a table of Markdown, which shows '<extra_id_0>' as it is."""
+def code(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """Return a text as code in a table of Markdown, which shows '<extra_id_0>' as it is."""
     # Without characters that would end the row, control the terminal, or cannot be encoded.
     text = re.sub(r'[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]+', ' ', text)
-    if len(text) > MAX_CHARACTERS:
-        text = f'{text[:MAX_CHARACTERS]} …'
+    if len(text) > limit:
+        text = f'{text[:limit]} …'
     text = text.replace('|', r'\|')
     if '`' in text:
         return f'`` {text} ``'

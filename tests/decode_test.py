@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 from small_models import (
     assert_close,
     device_beams,
-    golden_batch,
     make_mesh,
     random_batch,
     random_params,
@@ -32,14 +31,11 @@ from small_models import (
 )
 
 import decode
-import infer
-import loss
 import model
 import partition
 import vocabulary as vocabularies
 
 HERE = pathlib.Path(__file__).parent / 'golden'
-FORWARD = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 MESHES = [(1, 1), (4, 2), (2, 4)]
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
@@ -59,18 +55,6 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
         return decode.sample(step, cache, prompt_bT, lengths_b, eos_id=eos_id)[0]
 
     return sharded(device_generate, config, mesh)
-
-
-@pytest.mark.slow  # infer_test.py decodes the same checkpoints on a mesh
-def test_greedy_tokens_are_T5Xs(golden):
-    arrays, t5 = np.load(golden / 'golden.npz'), infer.load(golden / 'checkpoint_0')
-    expected = arrays['greedy_decodes']
-    inputs = golden_batch(arrays, 'batch')['encoder_input_tokens']
-    for data_size, model_size in [(1, 1), (2, 4)]:
-        mesh = make_mesh(data_size, model_size)
-        params = jax.tree.map(np.asarray, t5.arrays)
-        found = generator(t5.config, mesh)(params, inputs, np.zeros_like(expected))
-        np.testing.assert_array_equal(found, expected)
 
 
 DECODING = json.loads((HERE / 'seqio_t5/decoding.json').read_text())
@@ -644,88 +628,3 @@ def test_causality_of_the_cache():
     )
     np.testing.assert_array_equal(first[:, :9], second[:, :9])
     assert (np.abs(first[:, 9:] - second[:, 9:]).max(axis=(0, 2)) > 0).all()
-
-
-@pytest.mark.parametrize('way', first_quick(['top_p', 'top_k', 'beams']))
-def test_64_bits_change_nothing(way):
-    """A program that sets jax_enable_x64 for itself gets the same tokens and scores."""
-    table_Vv = np.random.default_rng(0).normal(size=(9, 9)).astype(np.float32)
-    prompt = np.zeros([3, 6], np.int32)
-
-    def decoded(table_Vv, prompt):
-        step = lambda tokens_r, cache: (table_Vv[tokens_r], cache)  # noqa: E731
-        lengths = jnp.full_like(prompt[:, 0], 6)
-        if way == 'beams':
-            reorder = lambda cache, parents_bn: cache  # noqa: E731
-            return decode.beam_search(step, reorder, (), prompt, lengths, 2, 0.6)
-        keys_r = jax.random.split(jax.random.key(0), len(prompt))
-        limits = {'top_k': {'top_k': 3}, 'top_p': {'top_p': 0.5}}[way]
-        choose = decode.random_tokens(keys_r, jnp.ones(len(prompt), jnp.float32), **limits)
-        return decode.sample(step, (), prompt, lengths, choose)
-
-    specs = (P(None, 'model'), partition.BATCH)
-    found = []
-    for has_64_bits in (False, True):
-        with jax.enable_x64(has_64_bits):
-            on_one = partition.one_device(decoded, specs)
-            found.append(jax.tree.map(np.asarray, on_one(table_Vv, prompt)))
-    for first, second in zip(*found, strict=True):
-        assert first.dtype == second.dtype and first.dtype.itemsize == 4
-        np.testing.assert_array_equal(first, second)
-
-
-@pytest.mark.slow
-@pytest.mark.long  # golden/t5x_* are the first oracle
-@pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
-def test_a_second_oracle_of_tiny_models(name):
-    """Logits, packed or not, encoder output, loss, gradients, greedy tokens; one encoder row has padding inside on purpose."""
-    if not FORWARD.exists():
-        pytest.skip(f'{FORWARD.name} is not in this checkout; golden/t5x_* have its like')
-    facts = json.loads((FORWARD / f'{name}.json').read_text())
-    config, norms = t5_config(**facts['config']), facts['grad_l2_norms']
-    mesh = make_mesh(1, 1)
-    params = dict(np.load(FORWARD / f'{name}_params.npz'))
-    arrays = dict(np.load(FORWARD / f'{name}_golden.npz'))
-    batch = {name: arrays[name] for name in infer.SEQUENCES}
-    packed = {n.removeprefix('packed_'): x for n, x in arrays.items() if n.startswith('packed_')}
-    expected_packed = packed.pop('logits')
-
-    logits = teacher_forced(config)
-    assert_close(logits(params, batch), arrays['logits'], 1e-5)
-    assert_close(logits(params, packed), expected_packed, 1e-5)
-
-    def device_nats(params, batch):
-        logits_bTv = device_logits(config)(params, batch)
-        nats_bT, _ = loss.cross_entropy(logits_bTv, batch['decoder_target_tokens'])
-        return nats_bT * (batch['decoder_target_tokens'] > 0)
-
-    nats = sharded(device_nats, config, mesh)(params, batch)
-    assert_close(nats.sum(), arrays['loss_sum'], 1e-5)
-
-    def device_encoded(params, tokens_bM):
-        segments_bM = (tokens_bM > 0).astype(int)
-
-        def encoded():
-            x_bMD = model.Embedder(config, name='token_embedder')(tokens_bM)
-            return model.Encoder(config, name='encoder')(x_bMD, segments_bM, rows_b=None)[0]
-
-        return model.apply(encoded, params)
-
-    encoded = sharded(device_encoded, config, mesh)(params, batch['encoder_input_tokens'])
-    assert_close(encoded, arrays['encoder_output'], 1e-5)
-
-    specs = partition.param_specs(model.PARAMETER_SPECS, params)
-
-    def device_gradients(params, batch):
-        params = partition.per_device(params, specs)
-        grads = jax.grad(lambda params: device_nats(params, batch).sum())(params)
-        return partition.sum_gradients(grads, specs)
-
-    gradients = sharded(device_gradients, config, mesh, specs)(params, batch)
-    found = {path: np.linalg.norm(x) for path, x in gradients.items()}
-    assert found.keys() == norms.keys()
-    for path, norm in norms.items():
-        assert found[path] == pytest.approx(norm, rel=1e-5), path
-    prompt = np.zeros_like(arrays['greedy_tokens'])
-    found = generator(config, mesh, eos_id=-1)(params, batch['encoder_input_tokens'], prompt)
-    np.testing.assert_array_equal(found, arrays['greedy_tokens'])
