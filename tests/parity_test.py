@@ -8,12 +8,20 @@ max|a-b| <= tol * max|b| per array; an independent float32 forward was within 2e
 import copy
 import dataclasses
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import ONE_GOLDEN_MODEL, assert_close, golden_batch, golden_run_config
+from small_models import (
+    ONE_GOLDEN_MODEL,
+    assert_close,
+    golden_batch,
+    golden_run_config,
+    make_mesh,
+    t5_config,
+)
 
 import checkpoint
 import infer
@@ -22,6 +30,7 @@ import state_names
 import train
 from prepare import make_spec, restore
 
+SMALL = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
@@ -127,3 +136,29 @@ def test_a_trained_checkpoint_has_the_layout_of_T5Xs(golden, tmp_path):
     assert len(expected) > 200 and sum(isinstance(x, dict) for x in expected.values()) > 50
     assert list(checkpoint.read_index(tmp_path / 'checkpoint_3')) == list(expected)
     assert checkpoint.read_index(tmp_path / 'checkpoint_3')['state/step'] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['t5_1_0_tiny', 't5_1_1_tiny'])
+def test_a_second_oracle(name):
+    """Logits, packed or not, encoder outputs, loss, gradients; one encoder row has padding inside on purpose."""
+    if not SMALL.exists():
+        pytest.skip(f'{SMALL.name} is not in this checkout; golden/t5x_* have its like')
+    facts = json.loads((SMALL / f'{name}.json').read_text())
+    arrays = dict(np.load(SMALL / f'{name}_golden.npz'))
+    params = dict(np.load(SMALL / f'{name}_params.npz'))
+    t5 = infer.T5(t5_config(**facts['config']), params, make_mesh(1, 1))
+    batch = {name: arrays[name] for name in infer.SEQUENCES}
+    assert_close(t5.logits(batch), arrays['logits'], 1e-5)
+    packed = {name: arrays[f'packed_{name}'] for name in infer.FEATURES}
+    assert_close(t5.logits(packed), arrays['packed_logits'], 1e-5)
+    encoded, _ = t5.encode(batch['encoder_input_tokens'])
+    is_token = batch['encoder_input_tokens'][..., None] > 0
+    assert_close(encoded, np.where(is_token, arrays['encoder_output'], 0), 1e-5)
+
+    loss_of = lambda params: -t5._scores(params, batch).sum()  # noqa: E731
+    loss, gradients = jax.value_and_grad(loss_of)(jax.tree.map(jnp.asarray, params))
+    assert_close(loss, arrays['loss_sum'], 1e-5)
+    assert gradients.keys() == facts['grad_l2_norms'].keys()
+    for path, norm in facts['grad_l2_norms'].items():
+        assert np.linalg.norm(gradients[path]) == pytest.approx(norm, rel=1e-5), path
