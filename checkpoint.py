@@ -33,6 +33,7 @@ import jax
 import msgpack
 import numpy as np
 import tensorstore as ts
+from absl import logging
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
@@ -394,12 +395,15 @@ def restore(
     """Return the arrays of a checkpoint, or of the leaves of an index.
 
     A path in `shardings` gives a jax.Array, of which a process reads only its own shards; any other path a numpy
-    array. Parameters are cast to `dtype` if given. Refuses a damaged or untrusted array.
+    array. Parameters are cast to `dtype` if given. Refuses a damaged or untrusted array; warns of parameters with NaN
+    or infinity.
     """
     index = source if isinstance(source, Mapping) else read_index(source)
     num_threads = ARRAYS_IN_FLIGHT
     if not all(isinstance(leaf, (*IN_MEMORY, ZarrEntry)) for leaf in index.values()):
         num_threads = 1  # other formats read unsplit arrays: one at a time bounds the memory
+
+    not_finite = []
 
     def restore_leaf(path):
         leaf = index[path]
@@ -418,14 +422,21 @@ def restore(
         for part in sharding.addressable_devices_indices_map(array.shape).values():
             if str(part) not in reads:
                 reads[str(part)] = array[part].read()
-        return jax.make_array_from_callback(
-            array.shape, sharding, lambda part: result_of(reads[str(part)])
-        )
+        shards = {part: result_of(read) for part, read in reads.items()}
+        if is_parameter(path):  # sums are one pass over memory that was just read
+            sums = [shard.sum(dtype=np.float32) for shard in shards.values()]
+            if not np.isfinite(sums).all():
+                not_finite.append(path)
+        return jax.make_array_from_callback(array.shape, sharding, lambda part: shards[str(part)])
 
     # Largest first: reading needs several copies of an array, so do it while little else is in memory.
     ordered = sorted(index, key=lambda path: math.prod(np.shape(index[path])), reverse=True)
     with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
+    if not_finite:
+        logging.warning(
+            f'NaN or infinity in {first_ten(sorted(not_finite))}: its answers are wrong'
+        )
     return {path: arrays[path] for path in index}
 
 

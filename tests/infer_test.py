@@ -532,6 +532,21 @@ def test_what_load_refuses():
         assert_refused(lambda name=name, value=value: infer.load(T5X, **{name: value}), str(value))
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'float16'])
+def test_parameters_that_are_not_finite_are_named(tmp_path, caplog, t5, dtype):
+    """Of a run that diverged, or of values beyond float16; in any shard."""
+    tree = {f'target/{name}': np.array(x) for name, x in t5.arrays.items()}
+    bad = ['target/decoder/decoder_norm/scale', 'target/token_embedder/embedding']
+    tree[bad[0]][-1] = np.nan if dtype == 'float32' else 1e5
+    tree[bad[1]].T[-1, -1] = -np.inf
+    folder = checkpoint.save(tmp_path, 1, {**tree, 'state/step': np.int32(1)})
+    for mesh_shape in ((1, 1), (1, 2)):
+        caplog.clear()
+        infer.load(folder, config=t5.config, dtype=dtype, mesh=make_mesh(*mesh_shape))
+        [record] = caplog.records
+        assert ', '.join(bad) in record.getMessage()
+
+
 def test_dtypes_of_load(t5):
     """Parameters of half the size give close logits."""
     for path, dtype, expected in [(T5X, '', 'float32'), (MESH_TF, '', 'bfloat16')]:
