@@ -10,6 +10,7 @@ Source: T5X t5x/models.py.
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -139,6 +140,7 @@ class T5:
         self.mesh = mesh
         self.vocabulary = vocabulary
         self.max_input_length = MAX_INPUT_LENGTH
+        self._process = os.getpid()
         self._arrays = arrays
         self._decoding_arrays: DecodingParameters = {}
         self._logits = self._compile(_logits, arrays, P(partition.BATCH_AXES, None, 'model'))
@@ -191,6 +193,7 @@ class T5:
         encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
+        self._check_process()
         examples = [Example(ids) for ids in encoded]
         encode_some = functools.partial(encode_batch, self)
         for i, outputs_MD in enumerate(in_batches(encode_some, examples, batch_size)):
@@ -340,7 +343,15 @@ class T5:
             features[name] = jnp.asarray(x, jnp.int32)
         return features
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                'this process was forked after the model was loaded: JAX would hang. Load the model in a process '
+                "that multiprocessing.get_context('spawn') starts"
+            )
+
     def _check_decoder(self) -> None:
+        self._check_process()
         if self.config.num_decoder_layers == 0:
             raise Refused('this model is an encoder alone: call encode, or load it all')
 

@@ -547,6 +547,26 @@ def test_parameters_that_are_not_finite_are_named(tmp_path, caplog, t5, dtype):
         assert ', '.join(bad) in record.getMessage()
 
 
+def test_a_fork_after_load_is_an_error(t5):
+    """JAX would wait for ever for threads that the child does not have."""
+    child = os.fork()
+    if child == 0:
+        calls = [
+            lambda: t5.generate([[5]], 3),
+            lambda: t5.score([[5]], [[6]]),
+            lambda: t5.encode([[5]]),
+        ]
+        for call in calls:
+            try:
+                call()
+            except RuntimeError as error:
+                if 'spawn' in str(error):
+                    continue
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_dtypes_of_load(t5):
     """Parameters of half the size give close logits."""
     for path, dtype, expected in [(T5X, '', 'float32'), (MESH_TF, '', 'bfloat16')]:
