@@ -3,7 +3,7 @@
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
-The modes and the task metrics pass tokenized examples to `in_batches`; plan asks for `decoding_step`.
+The modes and the task metrics pass tokenized examples to `in_batches`.
 Source: T5X t5x/models.py.
 """
 
@@ -600,23 +600,6 @@ def _answers(
 ) -> tuple[jax.Array, jax.Array | None]:
     cache = _start(decoding, 0, config, params, batch['inputs_bM'])
     return decode.decode(decoding, functools.partial(_step, config, params), cache, batch)
-
-
-def decoding_step(
-    t5: T5, decoding: Decoding, batch_size: int, input_length: int
-) -> tuple[jax.stages.Wrapped, tuple[DecodingParameters, jax.ShapeDtypeStruct, decode.Cache]]:
-    """Return `answer_batch`'s step with the largest cache, and its arguments' shapes. `t5.arrays` may be shapes."""
-    num_rows = next_size(batch_size, partition.axes_size(t5.mesh, partition.BATCH_AXES))
-    shape = (num_rows, next_size(input_length, LENGTH_MULTIPLE))
-    params = jax.eval_shape(t5._with_columns, t5.arrays)
-    start = t5._compile(functools.partial(_start, decoding, decoding.room), params, CACHE_SPECS)
-    cache = jax.eval_shape(start, params, jax.ShapeDtypeStruct(shape, jnp.int32))
-    tokens_r = jax.ShapeDtypeStruct((num_rows * decoding.num_decodes,), jnp.int32)
-    arguments = (params, tokens_r, cache)
-    specs = jax.tree.broadcast((t5._specs(params), partition.BATCH, CACHE_SPECS), arguments)
-    shardings = partition.shardings(t5.mesh, specs)
-    placed = jax.tree.map(lambda x, to: x.update(sharding=to), arguments, shardings)
-    return t5._compile(_step, params, (HEADS, CACHE_SPECS), CACHE_SPECS), placed
 
 
 # The options of decoding.

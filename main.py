@@ -7,7 +7,7 @@
     python main.py --mode=infer --checkpoint=PATH --output_dir=DIR --encode [--pool=mean]
     python main.py --mode=cache --config=... --config.data.cache_dirs=DIR [--shard=i/n]
     python main.py --mode=convert --from=CHECKPOINT --to=FOLDER [--format=t5x|hf|peft]
-    python main.py --mode=plan --config=... [--topology=v5e:16x16|h100:8|cpu:8|all]
+    python main.py --mode=plan --config=... [--topology=v5e:16x16|h100:8|cpu:8]
     python main.py --mode=report --runs=RUN[,RUN...] [--output_dir=DIR]
     python main.py --mode=tasks [NAME] [--examples=3] [--split=test] [--vocabulary=FILE]
 

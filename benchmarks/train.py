@@ -296,7 +296,7 @@ def print_cells(cells: Iterable[str]) -> None:
 def print_lines(found: Mapping[str, Sequence[Measurement]], job: Job) -> str:
     """Print the lines of a size and dtype. Return one that says what limits ours."""
     spec = make_spec(config_of(job), devices=jax.devices()[:1])
-    flops = plan.flops_of_step(spec)[0] / spec.batch_size  # per sequence
+    flops = plan.flops_of_step(spec) / spec.batch_size  # per sequence
     num_tokens = sum(config_of(job).data.lengths.values())
     product_flops = max((x.product_flops for x in found['ours']), default=np.nan)
     peak = product_flops

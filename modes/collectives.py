@@ -4,21 +4,21 @@ XLA's own counts take the body of a loop once. Here the text of the optimized pr
 it runs: the body of a loop counts as often as the loop turns.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
+
+import partition
 
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
 # A collective that a TPU hides behind other work is in the computations of three fusions: the start,
 # one with that work, and 'async-collective-done'. The first is counted.
 ASYNC_START = 'async-collective-start'
-IS_SYNC = '"is_sync":true'
 
 
 class Instruction(NamedTuple):
@@ -52,12 +52,13 @@ def collectives_of(text: str, mesh: Mesh) -> list[Collective]:
         axes = axes_of(instruction.text, mesh) if kind in KINDS else ()
         if not axes:
             continue
+        is_start = instruction.opcode.endswith('-start')
+        # A GPU's program also writes synchronous ones as a start.
+        is_async = is_start and '"is_sync":true' not in instruction.text
         for name in instruction.operands:
             num_bytes = size_of(computation[name].type)
             if kind == 'all-gather':
                 num_bytes *= math.prod(mesh.shape.get(axis, 1) for axis in axes)
-            # A GPU's program also writes synchronous ones as a start.
-            is_async = instruction.opcode.endswith('-start') and IS_SYNC not in instruction.text
             found = Collective(kind, axes, num_bytes, is_async, times=0)
             counts[found] = counts.get(found, 0) + times
     return [found._replace(times=times) for found, times in counts.items()]
@@ -94,8 +95,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     for line in text.splitlines():
         header = re.match(r'(ENTRY )?%?([\w.-]+) \(.*\{$', line)
         if header:
-            computations[header[2]] = {}
-            current = computations[header[2]]
+            current = computations.setdefault(header[2], {})
             if header[1]:
                 entry = header[2]
         found = re.match(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)', line)
@@ -124,42 +124,41 @@ def num_turns(loop: Instruction, condition: Computation) -> int:
 
 def axes_of(text: str, mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes along which a collective moves data; () if it moves none."""
-    shape = tuple(mesh.shape.values())
     pairs = re.search(r'source_target_pairs=\{(.*?)\}\}', text)
     if pairs:
-        sources, targets = np.array(numbers(pairs[1])).reshape(-1, 2).T
-        moves = np.not_equal(np.unravel_index(sources, shape), np.unravel_index(targets, shape))
-        return tuple(mesh.axis_names[i] for i in np.flatnonzero(moves.any(axis=1)))
-    groups = groups_of(text, mesh.size)
-    devices = np.arange(mesh.size).reshape(shape)
-    split = [i for i, size in enumerate(shape) if size > 1]
-    for count in range(len(split) + 1):
-        for axes in itertools.combinations(split, count):
-            if groups_along(devices, axes) == groups:
-                return tuple(mesh.axis_names[i] for i in axes)
-    return ('others',)
+        groups = np.array(numbers(pairs[1])).reshape(-1, 2)
+    else:
+        groups = groups_of(text, mesh.size)
+    places = np.array(np.unravel_index(groups, mesh.devices.shape))  # [axis, group, device]
+    is_along = (places != places[:, :, :1]).any(axis=(1, 2))
+    axes = tuple(mesh.axis_names[i] for i in np.flatnonzero(is_along))
+    # A group has all the devices along its axes.
+    if not pairs and groups.shape[1] != partition.axes_size(mesh, axes):
+        return ('others',)
+    return axes
 
 
-def groups_of(text: str, num_devices: int) -> set[frozenset[int]]:
-    """Return a collective's groups of devices, which XLA prints in one of three forms.
+def groups_of(text: str, num_devices: int) -> np.ndarray:
+    """Return the devices of each of a collective's groups, [group, device]. XLA prints one of three forms.
 
     {{0,2},{1,3}} lists them, and {} is one of all; [2,2]<=[2,2]T(1,0) are the rows of an array of
     all devices; mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'} are those along an axis of one.
     """
     rows = re.search(r'replica_groups=\[([\d,]+)\]<=(\S+)', text)
     if rows:
-        return groups_along(arrange(rows[2]).reshape(numbers(rows[1])), [1])
+        return arrange(rows[2]).reshape(numbers(rows[1]))
     axes = re.search(r'replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}', text)
     if axes:
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
-        devices = arrange(axes[2] or f'[{num_devices}]')
-        own = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes[3])]
-        return groups_along(devices.reshape([int(size) for size in sizes.values()]), own)
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes[1])}
+        devices = arrange(axes[2] or f'[{num_devices}]').reshape(list(sizes.values()))
+        own = re.findall(r"'(\w+)'", axes[3])
+        last = np.moveaxis(devices, [list(sizes).index(name) for name in own], range(-len(own), 0))
+        return last.reshape(-1, math.prod(sizes[name] for name in own))
     listed = re.search(r'replica_groups=\{(.*?\})?\}', text)
     assert listed, text
     if not listed[1]:
-        return {frozenset(range(num_devices))}
-    return {frozenset(numbers(group)) for group in listed[1].split('},')}
+        return np.arange(num_devices)[None]
+    return np.array([numbers(group) for group in listed[1].split('},')])
 
 
 def arrange(text: str) -> np.ndarray:
@@ -167,13 +166,6 @@ def arrange(text: str) -> np.ndarray:
     shape, _, order = text.partition('T')
     devices = np.arange(math.prod(numbers(shape))).reshape(numbers(shape))
     return devices.transpose(numbers(order)) if order else devices
-
-
-def groups_along(devices: np.ndarray, axes: Sequence[int]) -> set[frozenset[int]]:
-    """Return the groups of devices that lie along some axes of an array of devices."""
-    size = math.prod(devices.shape[axis] for axis in axes)
-    rows = np.moveaxis(devices, axes, range(-len(axes), 0)).reshape(-1, size)
-    return {frozenset(row) for row in rows.tolist()}
 
 
 def numbers(text: str) -> list[int]:

@@ -65,7 +65,7 @@ STRINGS: dict[str, tuple[str | None, str]] = {
     'text': (None, 'One text: its answer is printed.'),
     'split': ('', 'train, validation or test; else test, infer_eval.split, or the first of a task.'),
     'step': ('', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.'),
-    'topology': ('', 'The devices to plan for: TPUs, GPUs, cpu:N, or all for a table; else those here.'),
+    'topology': ('', 'The devices to plan for: TPUs, GPUs or cpu:N; else those here.'),
     'vocabulary': ('', 'Print their ids, too: a SentencePiece model, a folder that has one, or bytes.'),
     'coordinator_address': (None, 'HOST:PORT, the host of process 0 and a free port, without a launcher.'),
 }  # fmt: skip

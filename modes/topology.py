@@ -81,8 +81,6 @@ gpu_device_info {{
 }}
 """
 MAX_DEVICES = 2**20  # as in mesh.*
-# Those of --topology=all.
-SLICES = 'v5e:4x4 v5e:4x8 v5e:8x8 v5e:8x16 v5e:16x16 v5p:4x4x4 v6e:16x16 h100:8 h200:8'.split()
 REMEDY = 'name a slice of TPUs, such as v5e:16x16, v5p:4x4x4 or v6e:16x16, or h100:N, h200:N (8 a host) or cpu:N'
 
 
@@ -90,7 +88,6 @@ def devices_of(topology: str) -> list:
     """Return the devices that --topology names: v5e:16x16, h100:8, cpu:8, '' for those that are here."""
     if not topology:
         return local_devices()
-    keep_jax_on_cpu()
     kind, _, size = topology.partition(':')
     num_devices = int(size) if size.isdecimal() else 0
     is_valid = kind in TPUS or (kind in ('cpu', *GPUS) and 1 <= num_devices <= MAX_DEVICES)
@@ -98,6 +95,7 @@ def devices_of(topology: str) -> list:
         is_valid &= num_devices % GPUS_OF_A_HOST == 0
     if not is_valid:
         raise Refused(f'--topology={topology}: {REMEDY}')
+    jax.config.update('jax_platforms', 'cpu')  # JAX only compiles for the others
     if kind == 'cpu':
         jax.config.update('jax_num_cpu_devices', num_devices)
         return jax.devices()
@@ -105,21 +103,21 @@ def devices_of(topology: str) -> list:
     jax.config.update('jax_enable_compilation_cache', False)
     try:
         if kind in GPUS:
-            return gpus(topology, kind, num_devices)
+            process.set_variables({'XLA_FLAGS': f'{os.environ.get("XLA_FLAGS", "")} {XLA_FLAG}'})
+            name, memory, bandwidth = GPUS[kind]
+            num_hosts = max(1, num_devices // GPUS_OF_A_HOST)
+            return topologies.get_topology_desc(
+                platform='cuda',
+                topology_name=topology,
+                target_config=HOPPER.format(kind=name, memory=memory, bandwidth=bandwidth),
+                topology=f'1x{num_hosts}x{num_devices // num_hosts}',
+            ).devices
         process.set_variables(LIBTPU)
         return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
     except (RuntimeError, ValueError) as error:  # the plugin is missing, or has no such slice
         raise Refused(
             f'--topology={topology}: {error}: install .[tpu] or .[cuda]: {REMEDY}'
         ) from error
-
-
-def keep_jax_on_cpu() -> None:
-    """Let JAX use the CPU alone and compile for devices that are not here. Call it before JAX starts."""
-    jax.config.update('jax_platforms', 'cpu')
-    xla_flags = os.environ.get('XLA_FLAGS', '')
-    if XLA_FLAG not in xla_flags:  # read once: a GPU may follow other devices
-        process.set_variables({'XLA_FLAGS': f'{xla_flags} {XLA_FLAG}'})
 
 
 def local_devices() -> list:
@@ -132,15 +130,3 @@ def local_devices() -> list:
         raise Refused(
             f'JAX_PLATFORMS={wanted}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
         ) from error
-
-
-def gpus(topology: str, name: str, num_devices: int) -> list:
-    """Return GPUs that JAX's CUDA plugin compiles for."""
-    num_hosts = max(1, num_devices // GPUS_OF_A_HOST)
-    kind, memory, bandwidth = GPUS[name]
-    return topologies.get_topology_desc(
-        platform='cuda',
-        topology_name=topology,
-        target_config=HOPPER.format(kind=kind, memory=memory, bandwidth=bandwidth),
-        topology=f'1x{num_hosts}x{num_devices // num_hosts}',
-    ).devices

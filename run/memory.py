@@ -128,13 +128,18 @@ def num_state_bytes(state: Any) -> int:
 
 def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float:
     """Return the bytes that a compiled step takes of the memory of `memory_limit`."""
-    analysis: Any = step.memory_analysis()
-    num_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-    num_bytes += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    num_bytes = program_bytes(step)
     if kernels.is_on_cpu(mesh.abstract_mesh):
         num_bytes *= len(mesh.local_devices)
         num_bytes += state_bytes  # the copy that is being saved
     return num_bytes
+
+
+def program_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes of a device's memory that a program takes at the peak."""
+    analysis: Any = program.memory_analysis()
+    num_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
+    return num_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 def memory_limit(mesh: Mesh) -> float:

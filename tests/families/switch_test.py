@@ -31,7 +31,7 @@ import train
 from families import switch
 from formats import own_model, write_hugging_face
 from messages import Refused
-from modes import collectives, plan
+from modes import collectives
 from prepare import make_spec, restore
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
@@ -362,7 +362,6 @@ def test_the_bytes_of_the_experts():
         num_bytes = sum(x.times * x.num_bytes for x in exchanged if x.num_bytes > 2_000)
         of_a_device = tokens // 2 * 2  # its tokens, times the capacity factor
         assert num_bytes == 4 * of_a_device * config.model.emb_dim * 4
-        assert plan.least_traffic(spec)['all-to-all', ('fsdp',)] == num_bytes / 2
 
 
 @pytest.mark.slow

@@ -7,9 +7,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import partition
-from modes.collectives import Collective, collectives_of, groups_of
+from modes.collectives import Collective, axes_of, collectives_of
 
 MESH = partition.make_mesh(data=2, fsdp=2, model=2)
+SWAP = [(0, 1), (1, 0)]
 BYTES = 16 * 128 * 4 // 8  # a device's part of the programs' argument, float32 [16, 128]
 
 
@@ -29,31 +30,19 @@ def psum(axes):
     return lambda x: jnp.tanh(lax.psum(x, axes))
 
 
+def exchange(x):
+    return lax.all_to_all(x, 'model', 0, 1, tiled=True)
+
+
 @pytest.mark.parametrize(
     'f, kind, axes, num_bytes, times',
     [
-        (psum('model'), 'all-reduce', 'model', BYTES, 1),
-        (psum(('data', 'model')), 'all-reduce', 'data model', BYTES, 1),
         (psum(('data', 'fsdp', 'model')), 'all-reduce', 'data fsdp model', BYTES, 1),
-        (lambda x: lax.pmax(x, 'fsdp'), 'all-reduce', 'fsdp', BYTES, 1),
-        (repeat(5, psum('model')), 'all-reduce', 'model', BYTES, 5),
         (repeat(3, repeat(7, psum('data'))), 'all-reduce', 'data', BYTES, 21),
         (lambda x: lax.all_gather(x, 'data', tiled=True), 'all-gather', 'data', 2 * BYTES, 1),
         (lambda x: lax.psum_scatter(x, 'fsdp', tiled=True), 'reduce-scatter', 'fsdp', BYTES, 1),
-        (
-            lambda x: lax.all_to_all(x, 'model', 0, 1, tiled=True),
-            'all-to-all',
-            'model',
-            BYTES // 2,
-            2,
-        ),
-        (
-            lambda x: lax.ppermute(x, 'fsdp', [(0, 1), (1, 0)]),
-            'collective-permute',
-            'fsdp',
-            BYTES,
-            1,
-        ),
+        (exchange, 'all-to-all', 'model', BYTES // 2, 2),
+        (lambda x: lax.ppermute(x, 'fsdp', SWAP), 'collective-permute', 'fsdp', BYTES, 1),
     ],
 )
 def test_one_collective(f, kind, axes, num_bytes, times):
@@ -61,27 +50,17 @@ def test_one_collective(f, kind, axes, num_bytes, times):
     assert compile_collectives(f) == [expected]
 
 
-def test_a_program_without_collectives():
-    assert compile_collectives(jnp.tanh) == []
-
-
 # As XLA prints the program of a TPU: the bound of a loop is the constant of its condition, and an
-# all-gather that is hidden behind a product is in three fusions.
-TPU_PROGRAM = """HloModule jit_step, is_scheduled=true
-
+# all-gather that is hidden behind a product is in several fusions.
+TPU_PROGRAM = """
 %gather.1 (param_0.1: bf16[1,8]) -> (bf16[1,8], bf16[2,8]) {
   %param_0.1 = bf16[1,8]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %all-gather.1 = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%param_0.1), channel_id=3, GROUPS, dimensions={0}
+  ROOT %all-gather.1 = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%param_0.1), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
 }
 
 %async_collective_fusion.2 (param_0.2: bf16[1,8]) -> bf16[2,8] {
   %param_0.2 = bf16[1,8]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  ROOT %all-gather.2 = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%param_0.2), channel_id=3, GROUPS, dimensions={0}
-}
-
-%gather.3 (param_0.3: bf16[1,8]) -> bf16[2,8] {
-  %param_0.3 = bf16[1,8]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %all-gather.3 = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%param_0.3), channel_id=3, GROUPS, dimensions={0}
+  ROOT %all-gather.2 = bf16[2,8]{1,0:T(8,128)(2,1)} all-gather(%param_0.2), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
 }
 
 %body.4 (param.4: (s32[], bf16[1,8], /*index=2*/f32[4])) -> (s32[], bf16[1,8], f32[4]) {
@@ -90,8 +69,7 @@ TPU_PROGRAM = """HloModule jit_step, is_scheduled=true
   %sum.4 = f32[4]{0:T(128)} get-tuple-element(%param.4), index=2
   %async-collective-start.4 = (bf16[1,8]{1,0}, bf16[2,8]{1,0}) fusion(%part.4), kind=kCustom, calls=%gather.1
   %fusion.4 = bf16[2,8]{1,0} fusion(%part.4), kind=kOutput, calls=%async_collective_fusion.2
-  %async-collective-done.4 = bf16[2,8]{1,0} fusion(%fusion.4), kind=kCustom, calls=%gather.3
-  %both.4 = (f32[4]{0:T(128)}, f32[4]{0:T(128)}) all-reduce(%sum.4, %sum.4), channel_id=1, GROUPS, to_apply=%add
+  %both.4 = (f32[4]{0:T(128)}, f32[4]{0:T(128)}) all-reduce(%sum.4, %sum.4), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%add
   ROOT %tuple.4 = (s32[], bf16[1,8], f32[4]) tuple(%param.4)
 }
 
@@ -110,8 +88,7 @@ ENTRY %main.6 (start.6: (s32[], bf16[1,8], f32[4])) -> (s32[], bf16[1,8], f32[4]
 
 
 def test_a_program_of_a_tpu():
-    groups = 'replica_groups={{0,1},{2,3},{4,5},{6,7}}'
-    assert collectives_of(TPU_PROGRAM.replace('GROUPS', groups), MESH) == [
+    assert collectives_of(TPU_PROGRAM, MESH) == [
         Collective('all-gather', ('model',), num_bytes=32, is_async=True, times=6),
         Collective('all-reduce', ('model',), num_bytes=16, is_async=False, times=12),
     ]
@@ -137,18 +114,19 @@ def test_a_program_of_a_gpu():
 
 
 @pytest.mark.parametrize(
-    'text, groups',
+    'groups, axes',
     [
-        ('{{0,2},{1,3}}', [[0, 2], [1, 3]]),
-        ('{}', [[0, 1, 2, 3]]),
-        ('[2,2]<=[4]', [[0, 1], [2, 3]]),
-        ('[2,2]<=[2,2]T(1,0)', [[0, 2], [1, 3]]),
-        ("mesh['a'=2,'b'=2] {'b'}", [[0, 1], [2, 3]]),
-        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
-        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
-        ("mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ('{}', ['data', 'fsdp', 'model']),
+        ('[4,2]<=[8]', ['model']),
+        ('[2,4]<=[4,2]T(1,0)', ['data', 'fsdp']),
+        ("mesh['a'=4,'b'=2] {'b'}", ['model']),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ['data']),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ['fsdp', 'model']),
+        ("mesh['a'=4,'b'=2] {'a','b'}", ['data', 'fsdp', 'model']),
+        ('{{0,3},{1,2},{4,7},{5,6}}', ['others']),
+        ('[8,1]<=[8]', []),
     ],
 )
-def test_the_groups_of_devices(text, groups):
-    found = groups_of(f'%x), channel_id=1, replica_groups={text}, dimensions={{0}}', 4)
-    assert found == {frozenset(group) for group in groups}
+def test_the_axes_of_groups_of_devices(groups, axes):
+    text = f'%x), channel_id=1, replica_groups={groups}, dimensions={{0}}'
+    assert axes_of(text, MESH) == tuple(axes)
