@@ -56,8 +56,6 @@ setup(
         ],
         # Tests open the page of --mode=report with it, in a Chromium that it does not bring.
         'browser': ['playwright>=1.65'],
-        # tests/chaos/fuzz_with_atheris.py.
-        'fuzz': ['atheris>=3.0'],
         # One test writes a checkpoint with it.
         'tf': ['tensorflow-cpu>=2.20'],
         # Paths of gs:// and s3://.
