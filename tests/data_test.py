@@ -470,20 +470,6 @@ def qa_config(tmp_path, **changes):
     return make_config(files=f'{tmp_path}/qa.jsonl', **templates | changes)
 
 
-def test_tasks_that_are_unknown_or_contradict_the_templates(tmp_path):
-    write_task_cache(tmp_path, CACHED[:3])
-    empty = {'inputs': '', 'targets': ''}
-    for changes, named in [
-        ({'task': 'c4_v220_span_corruption'}, "data.targets='{a}'"),
-        ({'task': 'text_to_text', **empty}, "data.task='text_to_text'"),
-        ({'task': 'nonsense', **empty}, "data.task='nonsense'"),
-        ({'task': 'other', 'use_cached': 'yes', **empty}, 'other'),
-    ]:
-        config = qa_config(tmp_path, cache_dirs=str(tmp_path), **changes)
-        with pytest.raises(Refused, match=re.escape(named)):
-            tasks.open.find(config)
-
-
 def test_a_vocabulary_is_trained_on_what_the_templates_give(tmp_path):
     config = qa_config(tmp_path)
     texts = set(training_texts(tasks.open.open_mixture(config)))
@@ -527,40 +513,6 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
         position = stream.position
     assert sorted(found) == sorted(expected)
     assert num_rows < 0.6 * len(expected)
-
-
-OWN_TASK = """
-from tasks import Task
-
-def read(record):
-    if record['q'].startswith('bad'):
-        return record['nowhere']
-    return [{'inputs': record['q'], 'targets': record['q']}]
-
-TASKS = [Task('mine', preprocess_fn=read)]
-"""
-
-
-def test_an_error_of_a_task_s_own_function_names_the_record(tmp_path):
-    """The traceback ends in its line; data.on_bad_line=skip leaves the record out."""
-    module = tmp_path / 'own.py'
-    module.write_text(OWN_TASK)
-    lines = [json.dumps({'q': f'{"bad" if i == 5 else "good"} {i}', 'n': i}) for i in range(9)]
-    file = tmp_path / 'mine.jsonl'
-    file.write_text('\n'.join(lines))
-    config = make_config(task='mine', module=str(module), files=str(file), validation_fraction=0.0)
-    [task] = tasks.open.open_mixture(config).tasks
-    with pytest.raises(KeyError, match='nowhere') as error:
-        [task.texts_of(record) for record in task.source.records('train')]
-    assert error.traceback[-1].path == module
-    [note] = error.value.__notes__
-    assert all(part in note for part in (f'line 6 of {file}', 'task mine', "'q', 'n'"))
-    config.on_bad_line = 'skip'
-    [task] = tasks.open.open_mixture(config).tasks
-    texts = [task.texts_of(record) for record in task.source.records('train')]
-    assert [] in texts
-    [fault], _ = task.source.faults()
-    assert f'line 6 of {file}' in fault and 'KeyError' in fault
 
 
 def test_a_record_in_no_file_is_named(pydoc, vocabulary):
@@ -707,20 +659,3 @@ def test_cached_examples_that_do_not_fit_are_named(tmp_path):
         examples_of_cache(cache_config(tmp_path))
     with pytest.raises(Refused, match='data.vocabulary'):
         list(training_texts(tasks.open.open_mixture(cache_config(tmp_path, vocabulary=''))))
-
-
-def test_far_more_rows_than_documents_start_at_once(monkeypatch):
-    """A lane goes to the epoch in which it has a document, not through all epochs before."""
-    source = source_of([(str(i), f'document number {i}') for i in range(40)])
-    opened = []
-    documents = sources.Source.documents
-    monkeypatch.setattr(
-        sources.Source, 'documents', lambda *a, **k: opened.append(1) or documents(*a, **k)
-    )
-    vocabulary = vocabularies.ByteVocabulary()
-    stream = stream_of(source, 'train', vocabulary, make_config(), 500, 0)
-    batch = next(stream)
-    assert batch['encoder_input_tokens'].any(axis=1).all()
-    assert len(opened) < 2 * 500 + 10
-    counts = np.unique(np.concatenate([stream.describe(stream.position)]), return_counts=True)[1]
-    assert len(counts) == 40 and counts.max() < 4 * counts.min()
