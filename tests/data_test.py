@@ -16,7 +16,6 @@ import chex
 import numpy as np
 import pytest
 from corpora import (
-    check_settings,
     documents_of,
     golden,
     lane_documents,
@@ -43,9 +42,6 @@ from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources import cache as task_cache
 from sources import tfrecord
 from stream import Stream, TaskPosition
-
-NAN = float('nan')
-INF = float('inf')
 
 
 def uncorrupt(inputs, targets, sentinels):
@@ -92,22 +88,12 @@ def test_corrupted_rows_match_seqio():
         assert uncorrupt(inputs[:-1], targets[:-1], sentinels) == raw
 
 
-# Settings, and the one that the message names.
+# Settings, and the one that the message names. refusals_test.py has others, and what is out of range.
 REFUSED = [
-    ({'task': 'span_coruption'}, 'data.task'),
-    ({'on_bad_line': 'ignore'}, 'data.on_bad_line'),
-    ({'max_bad_fraction': 1.5}, 'data.max_bad_fraction'),
-    ({'files': __file__, 'validation_files': __file__}, __file__),
-    ({'validation_files': __file__}, 'data.validation_files'),
     ({'files': __file__, 'validation_files': 'no/*'}, 'data.validation_files'),
-    ({'files': 'nowhere/*.txt'}, 'nowhere'),
-    ({'validation_fraction': 0.0}, 'data.validation_fraction'),
-    ({'validation_fraction': 1.0}, 'data.validation_fraction'),
-    *[({'lengths.inputs': n}, f'data.lengths.inputs={n}') for n in (-1, 0, 1, 2, 10**12)],
-    *[({'lengths.targets': n}, f'data.lengths.targets={n}') for n in (-1, 0, 1, 13, 10**12)],
+    *[({'lengths.inputs': n}, f'data.lengths.inputs={n}') for n in (1, 2)],
+    *[({'lengths.targets': n}, f'data.lengths.targets={n}') for n in (1, 13)],
     ({'lengths.inputs': 2048, 'lengths.targets': 456}, 'data.lengths.inputs=2048'),
-    *[({'noise_density': x}, 'data.noise_density') for x in (0.0, 1.0, 15.0, NAN, INF)],
-    *[({'mean_noise_span_length': x}, 'mean_noise_span_length') for x in (0.5, NAN, INF)],
     ({'noise_density': 1 - 1e-12, 'mean_noise_span_length': 2.0**20}, 'data.noise_density'),
     ({'extra_ids': 0}, 'data.extra_ids=0'),
     ({'extra_ids': 2}, 'data.lengths.inputs=64'),
@@ -118,11 +104,10 @@ REFUSED = [
 def test_settings_that_do_not_fit_are_refused(pydoc, pydoc_model):
     for changes, named in REFUSED:
         config = make_config(**changes)
-        source = dataclasses.replace(pydoc, validation_fraction=config.validation_fraction)
+        source = pydoc
         vocabulary = vocabularies.ByteVocabulary()
         with pytest.raises(Refused) as error:
-            check_settings(config)
-            if config.files or config.validation_files:
+            if config.files:
                 source = sources.open.open_source(config)
             if not config.vocabulary:
                 vocabulary = vocabularies.SentencePieceVocabulary(pydoc_model, config.extra_ids)

@@ -56,7 +56,8 @@ def read_lines(file: Path) -> None:
     """Read the records as training, --mode=cache and --mode=infer do."""
     for whole in (False, True):
         source = sources.open.open_source(config_of_lines(file, 'skip'), whole_records=whole)
-        assert len([*source.records('train'), *source.records('validation')]) <= 10
+        for split in ('train', 'validation'):
+            list(source.records(split))
     config = config_of_lines(file, 'stop')
     byte_vocabulary = vocabulary.ByteVocabulary()
     list(infer_input.FileExamples(str(file), config, byte_vocabulary, True, trim=False))
@@ -165,8 +166,7 @@ def read_prompts(file: Path) -> None:
 
     fields = {'text': 'some words', 'first': 'a', 'second': 'b', 'label': 1}
     for task in promptsource.tasks(str(file), files='a.csv'):
-        for example in task.preprocess([fields]):
-            assert isinstance(example['inputs'], str)
+        assert all(isinstance(example['inputs'], str) for example in task.preprocess([fields]))
 
 
 # What is wrong with bytes, and with trees of JSON and msgpack.

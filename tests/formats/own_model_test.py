@@ -453,28 +453,6 @@ def test_options_are_a_part_of_the_model(with_options):
     assert np.abs(of_two - of_three).max() > 1e-3
 
 
-REFUSED_OPTIONS = {
-    'nun': [3],
-    'num': ['x', '1e1', True, 9, '-1'],
-    'rate': ['nan', '1e999', 10**400],
-    'gated': ['2', 0],
-    'kind': ['c', True],
-    'which': ['p', '(1,)'],
-    'widths': ['([1],)', '{[]: 1}'],
-}
-
-
-def test_options_that_are_refused(with_options):
-    for name, values in REFUSED_OPTIONS.items():
-        for value in values:
-            ask = lambda options={name: value}: load_own(with_options, options=options)  # noqa: E731
-            assert_refused(ask, f'model.options.{name}=')
-    for file in ('', EXAMPLE):  # without a class
-        assert_refused(
-            lambda file=file: load_own(file, options={'num': '3'}), "model.options.num='3'"
-        )
-
-
 # Families.
 
 

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import (
     HUNT,
-    LFS_POINTER,
     documents_of,
     epoch_documents,
     lane_documents,
@@ -290,36 +289,6 @@ def test_names_of_files(tmp_path, monkeypatch):
         assert file.split == 'train' and os.path.isabs(file.path) and '..' not in file.path
         text = name if ' ' in name.strip() and '*' not in name or '[1].' in name else 'plain.txt'
         assert [text for _, text in documents_of(source)] == [text.strip()], name
-
-
-# For each name what the message names.
-NO_FILES = {
-    ',,': 'data.files',
-    '  ': 'data.files',
-    'http://a.b/*.txt': 'http://a.b/*.txt',
-    '{}/folder': 'folder',
-    '{}/fold*': 'fold*',
-    '{}/loop*': 'loop.txt',
-    '{}/gone.txt': 'gone.txt',
-    '/dev/null': '/dev/null',
-    '{}/lfs.txt': 'lfs.txt',
-    '~nobody-here/a.txt': '~nobody-here/a.txt',
-    '{}/empty*': 'empty*',
-    'a\0b': 'a\\x00b',
-    'a' * 5000: 'data.files',
-}
-
-
-def test_names_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / 'folder').mkdir()
-    (tmp_path / 'loop.txt').symlink_to('loop.txt')
-    (tmp_path / 'gone.txt').symlink_to('nowhere')
-    (tmp_path / 'lfs.txt').write_bytes(LFS_POINTER)
-    (tmp_path / 'empty.txt').write_bytes(b'')
-    for name, part in NO_FILES.items():
-        with pytest.raises(Refused) as error:
-            sources.open.open_source(make_config(files=name.replace('{}', str(tmp_path))))
-        assert part in str(error.value) and '\n' not in str(error.value)
 
 
 def test_extensions_in_any_case(tmp_path):
