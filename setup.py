@@ -54,8 +54,6 @@ setup(
             'torch>=2.6',
             'transformers>=4.57',
         ],
-        # tests/chaos/fuzz_with_atheris.py.
-        'fuzz': ['atheris>=3.0'],
         # One test writes a checkpoint with it.
         'tf': ['tensorflow-cpu>=2.20'],
         # Paths of gs:// and s3://.

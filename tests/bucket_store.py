@@ -52,7 +52,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.failures[f'{bucket}/{key}'] -= 1
             self.answer(503, b'<Error><Code>SlowDown</Code></Error>')
         elif not key and folder.is_dir():
-            self.server.num_bucket_heads += self.command == 'HEAD'
             self.answer(200, self.listing(folder, query, google))
         elif bucket == 'private':  # as the real ones answer who has no right
             self.answer(401 if google else 403, b'<Error><Code>AccessDenied</Code></Error>')
@@ -234,7 +233,6 @@ def store(tmp_path):
     server.folder = tmp_path / 'buckets'
     server.sent = collections.Counter()
     server.num_answers = 0  # without errors
-    server.num_bucket_heads = 0  # by which TensorStore learns where a bucket of S3 is
     server.failures = collections.Counter()  # BUCKET/KEY: how many reads of it still fail
     server.writing = threading.RLock()
     server.interfere = lambda name, moment: None  # with a write: the status of an error, or None

@@ -16,7 +16,6 @@ import chex
 import numpy as np
 import pytest
 from corpora import (
-    check_settings,
     documents_of,
     golden,
     lane_documents,
@@ -43,9 +42,6 @@ from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from sources import cache as task_cache
 from sources import tfrecord
 from stream import Stream, TaskPosition
-
-NAN = float('nan')
-INF = float('inf')
 
 
 def uncorrupt(inputs, targets, sentinels):
@@ -92,22 +88,12 @@ def test_corrupted_rows_match_seqio():
         assert uncorrupt(inputs[:-1], targets[:-1], sentinels) == raw
 
 
-# Settings, and the one that the message names.
+# Settings, and the one that the message names. refusals_test.py has others, and what is out of range.
 REFUSED = [
-    ({'task': 'span_coruption'}, 'data.task'),
-    ({'on_bad_line': 'ignore'}, 'data.on_bad_line'),
-    ({'max_bad_fraction': 1.5}, 'data.max_bad_fraction'),
-    ({'files': __file__, 'validation_files': __file__}, __file__),
-    ({'validation_files': __file__}, 'data.validation_files'),
     ({'files': __file__, 'validation_files': 'no/*'}, 'data.validation_files'),
-    ({'files': 'nowhere/*.txt'}, 'nowhere'),
-    ({'validation_fraction': 0.0}, 'data.validation_fraction'),
-    ({'validation_fraction': 1.0}, 'data.validation_fraction'),
-    *[({'lengths.inputs': n}, f'data.lengths.inputs={n}') for n in (-1, 0, 1, 2, 10**12)],
-    *[({'lengths.targets': n}, f'data.lengths.targets={n}') for n in (-1, 0, 1, 13, 10**12)],
+    *[({'lengths.inputs': n}, f'data.lengths.inputs={n}') for n in (1, 2)],
+    *[({'lengths.targets': n}, f'data.lengths.targets={n}') for n in (1, 13)],
     ({'lengths.inputs': 2048, 'lengths.targets': 456}, 'data.lengths.inputs=2048'),
-    *[({'noise_density': x}, 'data.noise_density') for x in (0.0, 1.0, 15.0, NAN, INF)],
-    *[({'mean_noise_span_length': x}, 'mean_noise_span_length') for x in (0.5, NAN, INF)],
     ({'noise_density': 1 - 1e-12, 'mean_noise_span_length': 2.0**20}, 'data.noise_density'),
     ({'extra_ids': 0}, 'data.extra_ids=0'),
     ({'extra_ids': 2}, 'data.lengths.inputs=64'),
@@ -118,11 +104,10 @@ REFUSED = [
 def test_settings_that_do_not_fit_are_refused(pydoc, pydoc_model):
     for changes, named in REFUSED:
         config = make_config(**changes)
-        source = dataclasses.replace(pydoc, validation_fraction=config.validation_fraction)
+        source = pydoc
         vocabulary = vocabularies.ByteVocabulary()
         with pytest.raises(Refused) as error:
-            check_settings(config)
-            if config.files or config.validation_files:
+            if config.files:
                 source = sources.open.open_source(config)
             if not config.vocabulary:
                 vocabulary = vocabularies.SentencePieceVocabulary(pydoc_model, config.extra_ids)
@@ -470,20 +455,6 @@ def qa_config(tmp_path, **changes):
     return make_config(files=f'{tmp_path}/qa.jsonl', **templates | changes)
 
 
-def test_tasks_that_are_unknown_or_contradict_the_templates(tmp_path):
-    write_task_cache(tmp_path, CACHED[:3])
-    empty = {'inputs': '', 'targets': ''}
-    for changes, named in [
-        ({'task': 'c4_v220_span_corruption'}, "data.targets='{a}'"),
-        ({'task': 'text_to_text', **empty}, "data.task='text_to_text'"),
-        ({'task': 'nonsense', **empty}, "data.task='nonsense'"),
-        ({'task': 'other', 'use_cached': 'yes', **empty}, 'other'),
-    ]:
-        config = qa_config(tmp_path, cache_dirs=str(tmp_path), **changes)
-        with pytest.raises(Refused, match=re.escape(named)):
-            tasks.open.find(config)
-
-
 def test_a_vocabulary_is_trained_on_what_the_templates_give(tmp_path):
     config = qa_config(tmp_path)
     texts = set(training_texts(tasks.open.open_mixture(config)))
@@ -527,40 +498,6 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
         position = stream.position
     assert sorted(found) == sorted(expected)
     assert num_rows < 0.6 * len(expected)
-
-
-OWN_TASK = """
-from tasks import Task
-
-def read(record):
-    if record['q'].startswith('bad'):
-        return record['nowhere']
-    return [{'inputs': record['q'], 'targets': record['q']}]
-
-TASKS = [Task('mine', preprocess_fn=read)]
-"""
-
-
-def test_an_error_of_a_task_s_own_function_names_the_record(tmp_path):
-    """The traceback ends in its line; data.on_bad_line=skip leaves the record out."""
-    module = tmp_path / 'own.py'
-    module.write_text(OWN_TASK)
-    lines = [json.dumps({'q': f'{"bad" if i == 5 else "good"} {i}', 'n': i}) for i in range(9)]
-    file = tmp_path / 'mine.jsonl'
-    file.write_text('\n'.join(lines))
-    config = make_config(task='mine', module=str(module), files=str(file), validation_fraction=0.0)
-    [task] = tasks.open.open_mixture(config).tasks
-    with pytest.raises(KeyError, match='nowhere') as error:
-        [task.texts_of(record) for record in task.source.records('train')]
-    assert error.traceback[-1].path == module
-    [note] = error.value.__notes__
-    assert all(part in note for part in (f'line 6 of {file}', 'task mine', "'q', 'n'"))
-    config.on_bad_line = 'skip'
-    [task] = tasks.open.open_mixture(config).tasks
-    texts = [task.texts_of(record) for record in task.source.records('train')]
-    assert [] in texts
-    [fault], _ = task.source.faults()
-    assert f'line 6 of {file}' in fault and 'KeyError' in fault
 
 
 def test_a_record_in_no_file_is_named(pydoc, vocabulary):
@@ -707,20 +644,3 @@ def test_cached_examples_that_do_not_fit_are_named(tmp_path):
         examples_of_cache(cache_config(tmp_path))
     with pytest.raises(Refused, match='data.vocabulary'):
         list(training_texts(tasks.open.open_mixture(cache_config(tmp_path, vocabulary=''))))
-
-
-def test_far_more_rows_than_documents_start_at_once(monkeypatch):
-    """A lane goes to the epoch in which it has a document, not through all epochs before."""
-    source = source_of([(str(i), f'document number {i}') for i in range(40)])
-    opened = []
-    documents = sources.Source.documents
-    monkeypatch.setattr(
-        sources.Source, 'documents', lambda *a, **k: opened.append(1) or documents(*a, **k)
-    )
-    vocabulary = vocabularies.ByteVocabulary()
-    stream = stream_of(source, 'train', vocabulary, make_config(), 500, 0)
-    batch = next(stream)
-    assert batch['encoder_input_tokens'].any(axis=1).all()
-    assert len(opened) < 2 * 500 + 10
-    counts = np.unique(np.concatenate([stream.describe(stream.position)]), return_counts=True)[1]
-    assert len(counts) == 40 and counts.max() < 4 * counts.min()

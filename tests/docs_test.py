@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: their commands run, their links, flags and settings exist.
+"""README.md and docs/*.md: their commands run, their links, excerpts, flags and settings are right.
 
 A fenced block of `sh` or `python` is run from a folder that looks like a checkout, in the order of its
 page, or an HTML comment above it says why not:
@@ -14,7 +14,6 @@ page, or an HTML comment above it says why not:
 """
 
 import csv
-import importlib
 import json
 import re
 import shlex
@@ -28,17 +27,12 @@ import pytest
 from absl import flags
 from corpora import HUNT
 from excerpts import is_excerpt, lines_of, with_signatures
-from forms import first_quick
-from ml_collections import ConfigDict
 from runs import ENVIRONMENT, ROOT
 
-import infer
 import main  # noqa: F401  defines the flags
-import tasks
 from configs import base, check
 
 README = ROOT / 'README.md'
-API = ROOT / 'docs/api.md'
 PAGES = [README, *sorted((ROOT / 'docs').glob('*.md')), ROOT / 'tests/chaos/README.md']
 
 
@@ -47,8 +41,6 @@ def id_of(page) -> str:
 
 
 IDS = list(map(id_of, PAGES))
-# Pages that explain; the others begin with a command.
-EXPLANATIONS = ('README', 'docs/api', 'docs/design', 'docs/log', 'docs/results')
 FENCE = re.compile(r'^((?:<!-- [^\n]* -->\n)*)```(\w+)\n(.*?)```\n', re.DOTALL | re.MULTILINE)
 MARKER = re.compile(r'<!-- (not run|slow|test|file|in|from|signature)(?:: (.*))? -->')
 # Commands of other programs, whose flags are not those of main.py.
@@ -216,52 +208,27 @@ def run_blocks(blocks, tiny, checkout, command_line) -> None:
         run_block(block, checkout, command_line, names)
 
 
-QUICK_PAGES = [page for page in PAGES if any(map(runs_quickly, blocks_of(page)))]
-SLOW_PAGES = []
+# Other tests train own models, trace runs, fine-tune, call infer, and read and stop as these pages do.
+LONG = ('api', 'data', 'finetuning', 'numbers', 'own_model', 'stop_and_continue', 'tasks')
+RUN_PAGES = []
 for page in PAGES:
     if any(map(is_run, blocks_of(page))):
-        # Other tests train own models, trace runs, fine-tune, call infer, and read and stop as these pages do.
-        is_long = page.stem in (
-            'api',
-            'data',
-            'finetuning',
-            'numbers',
-            'own_model',
-            'stop_and_continue',
-            'tasks',
-        )
-        SLOW_PAGES.append(
-            pytest.param(page, id=id_of(page), marks=[pytest.mark.long] if is_long else [])
-        )
+        marks = [pytest.mark.long] if page.stem in LONG else []
+        RUN_PAGES.append(pytest.param(page, id=id_of(page), marks=marks))
 
 
-@pytest.mark.parametrize('page', first_quick(QUICK_PAGES), ids=map(id_of, QUICK_PAGES))
-def test_short_commands(page, checkout, uninterrupted, command_line):
+def test_short_commands_of_the_readme(checkout, uninterrupted, command_line):
     """A smaller run than that of tiny.py, which other tests have made, stands in for runs/tiny."""
-    run_blocks(filter(runs_quickly, blocks_of(page)), uninterrupted, checkout, command_line)
+    run_blocks(filter(runs_quickly, blocks_of(README)), uninterrupted, checkout, command_line)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('page', SLOW_PAGES)
+@pytest.mark.parametrize('page', RUN_PAGES)
 def test_all_commands(page, checkout, tiny, command_line):
     run_blocks(filter(is_run, blocks_of(page)), tiny, checkout, command_line)
 
 
 # Reading the pages.
-
-
-@pytest.mark.parametrize('page', PAGES, ids=IDS)
-def test_blocks_are_marked(page):
-    text = page.read_text()
-    assert len(blocks_of(page)) * 2 == text.count('```'), 'a block has no language'
-    for block in blocks_of(page):
-        assert block.language in ('sh', 'python', 'text', 'diff')
-        assert block.markers.get('not run') != '', 'a block that is not run needs a reason'
-    known = len(MARKER.findall(text))
-    assert known == text.count('<!--'), (
-        'a comment that is not a marker, or not directly above a block'
-    )
-    assert known == sum(len(block.markers) for block in blocks_of(page))
 
 
 @pytest.mark.parametrize('page', PAGES, ids=IDS)
@@ -272,30 +239,8 @@ def test_excerpts_are_what_the_source_says(page):
 
 
 def test_signatures_are_those_of_the_source():
-    text = API.read_text()
+    text = (ROOT / 'docs/api.md').read_text()
     assert with_signatures(text) == text, 'python tests/excerpts.py writes the new ones'
-    names = [f'T5.{name}' for name, x in vars(infer.T5).items() if callable(x) and name[0] != '_']
-    for name in ['load', *names, *tasks.__all__]:
-        assert re.search(rf'<!-- signature: \S+ {re.escape(name)} -->', text), name
-
-
-SOURCE = 'def f(x):\n    for i in x:\n        y = i\n        y += 1\n\n    return y\n'
-EXCERPTS = {
-    SOURCE: True,
-    'y = i\ny += 1\n': True,
-    '    y += 1\n\nreturn y\n': True,
-    'for i in x:\n    ...\n    y += 1\n...\nreturn y\n': True,
-    'y = i\nreturn y\n': False,
-    'return y\n...\ny = i\n': False,
-    'y += 2\n': False,
-    'for i in x:\ny = i\n': False,
-    SOURCE + '    return x\n': False,
-}
-
-
-@pytest.mark.parametrize('text, expected', EXCERPTS.items())
-def test_what_is_an_excerpt(text, expected):
-    assert is_excerpt(text, SOURCE.splitlines()) == expected
 
 
 @pytest.mark.parametrize('page', [*PAGES, ROOT / 'CHANGELOG.md'], ids=[*IDS, 'CHANGELOG'])
@@ -317,36 +262,6 @@ def anchors_of(page) -> set[str]:
     return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
 
-@pytest.mark.parametrize('page', PAGES, ids=IDS)
-def test_begins_with_what_its_reader_needs(page):
-    title, *lines = page.read_text().splitlines()
-    assert title.startswith('# ')
-    first = next(line for line in lines if line and not line.startswith('<!--'))
-    if id_of(page) in EXPLANATIONS:
-        assert not first.startswith('#')
-    else:
-        assert first == '```sh'
-
-
-def test_pages_are_short():
-    assert len(README.read_bytes()) <= 12_000
-    assert len((ROOT / 'docs/design.md').read_bytes()) <= 12_000
-    assert len((ROOT / 'docs/results.md').read_bytes()) <= 12_000
-    names = {'api.md', 'results.md'}  # they grow with the signatures and the results
-    pages = [page for page in (ROOT / 'docs').glob('*.md') if page.name not in names]
-    assert sum(len(page.read_bytes()) for page in pages) <= 130_000
-
-
-def test_readme_lists_all_files():
-    """The core one by one, the packages by their folders."""
-    table = README.read_text().partition('## The code')[2].partition('\n## ')[0]
-    cells = re.findall(r'^\| (`.*?) \|', table, re.MULTILINE)
-    listed = {name for cell in cells for name in re.findall('`(.+?)`', cell)}
-    files = {file.name for file in ROOT.glob('*.py')} - {'setup.py'}
-    folders = {f'{file.parent.name}/' for file in ROOT.glob('*/__init__.py')}
-    assert listed == files | folders | {'launch/'}
-
-
 def code_of(page) -> list[str]:
     """Return the commands of a page and its code between backticks."""
     code = re.findall(r'`([^`\n]+)`', FENCE.sub('', page.read_text()))
@@ -358,61 +273,21 @@ def code_of(page) -> list[str]:
     return [text for text in code if not text.startswith(OTHER_PROGRAMS)]
 
 
-@pytest.mark.parametrize('page', PAGES, ids=IDS)
-def test_flags_exist(page):
-    for code in code_of(page):
-        for flag in re.findall(r'(?<![\w-])--([a-z_]+)', code):
-            assert flag in flags.FLAGS or flag == 'help', f'{flag} of {code}'
-
-
-# Files of the checkout, and names of the core's modules but those that are sections of the settings.
+SETTINGS = dict(check.leaves(base.get_config()))
+SECTIONS = '|'.join({key.partition('.')[0] for key in SETTINGS if '.' in key})
 FILE = re.compile(
     r'(?<![\w/.])(?:configs|sources|tasks|formats|run|modes|families|tests|benchmarks|examples)/[\w/]+\.\w+'
 )
-NAME = re.compile(
-    r'(checkpoint|evaluate|infer|kernels|main|partition|prepare|state_names|stream)\.(?!py)(\w+)'
-)
 
 
 @pytest.mark.parametrize('page', PAGES, ids=IDS)
-def test_files_and_names_exist(page):
+def test_flags_settings_and_files_exist(page):
     for code in code_of(page):
+        for flag in re.findall(r'(?<![\w-])--([a-z_]+)', code):
+            assert flag in flags.FLAGS or flag == 'help', f'{flag} of {code}'
+        settings = re.findall(r'--config\.([a-z][\w.]*)', code)
+        settings += re.findall(rf'(?<![\w./])((?:{SECTIONS})\.[\w.]+)=', code)
+        for name in settings:
+            assert name in SETTINGS or name.startswith(check.OPTIONS), f'{name} of {code}'
         for file in FILE.findall(code):
             assert (ROOT / file).exists(), file
-        found = NAME.fullmatch(code)
-        if found:
-            assert hasattr(importlib.import_module(found[1]), found[2]), code
-
-
-@pytest.mark.parametrize('page', PAGES, ids=IDS)
-def test_settings_exist(page):
-    """Each config.KEY is a setting; each SECTION.NAME is one, or a name of that module."""
-    config = base.get_config()
-    sections = [name for name, value in config.items() if isinstance(value, ConfigDict)]
-    setting = re.compile(rf'(?<![\w./])(config\.)?({"|".join(sections)})\.([\w.]*[{{*\w][\w,}}]*)')
-    for code in code_of(page):
-        for prefix, section, names in setting.findall(code):
-            if names == 'py':
-                continue
-            for name in keys_of(names):
-                exists = has_setting(config, f'{section}.{name}')
-                exists |= f'{section}.{name}'.startswith(check.OPTIONS)  # an own model's
-                if not prefix and not exists and (ROOT / f'{section}.py').exists():
-                    exists = hasattr(importlib.import_module(section), name.split('.')[0])
-                assert exists, f'{section}.{name} of {code}'
-
-
-def keys_of(names: str) -> list[str]:
-    """Return a.b of 'a.b' and of 'a.{b,c}' also a.c; of 'a.*' a."""
-    head, brace, tail = names.rstrip('.*').partition('{')
-    if not brace:
-        return [head] if head else []
-    return [head + name for name in tail.rstrip('}').split(',')]
-
-
-def has_setting(config, path: str) -> bool:
-    for name in path.split('.'):
-        if not isinstance(config, ConfigDict) or name not in config:
-            return False
-        config = config[name]
-    return True

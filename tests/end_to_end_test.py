@@ -1,29 +1,16 @@
 """The program as its user meets it: it runs, stops, resumes, refuses, and leaves its files."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import zlib
 
 import corpora
-import jax
 import numpy as np
 import own_task
 import pytest
-from runs import (
-    OPTIMIZED,
-    ROOT,
-    Program,
-    assert_close_runs,
-    assert_same_run,
-    in_two_processes,
-    metrics_of,
-    run,
-    small_config,
-    state_of,
-)
+from runs import OPTIMIZED, ROOT, Program, assert_same_run, metrics_of, run, small_config, state_of
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import checkpoint
@@ -143,23 +130,6 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     assert metrics_of(tmp_path / 'run') == lines
 
 
-@pytest.mark.long  # run/agreement_test.py has the quick form
-@pytest.mark.slow
-def test_two_processes_end_their_epochs_together(tmp_path):
-    corpus = short_corpus(tmp_path)
-    train_in_two_processes(
-        corpus, tmp_path, data_axis=2, model_axis=1, steps=1000, goes_on=False, changes=EPOCHS
-    )
-    config = small_config(corpus, steps=1000, data_axis=2)
-    config.update_from_flattened_dict(EPOCHS)
-    run(config, tmp_path / 'expected')
-    found = metrics_of(tmp_path / 'first')
-    expected = metrics_of(tmp_path / 'expected')
-    assert [line['step'] for line in found] == [line['step'] for line in expected]
-    name = 'data/span_corruption/examples'
-    assert [line.get(name) for line in found] == [line.get(name) for line in expected]
-
-
 def test_epochs_of_a_mixture_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr('validation.UNIGRAM_TOKENS', 1000)
     (tmp_path / 'mine.py').write_text(
@@ -199,63 +169,6 @@ def test_trimmed_examples_are_counted_and_shown(tmp_path, capsys):
     assert 0 < trimmed < examples  # those above 9; lengths are 5, 10 and 15
     shown = f'{trimmed:,.0f} of {examples:,.0f} examples of text_to_text '
     assert shown in capsys.readouterr().out
-
-
-ONE_OF_TWO = """
-import json
-import pathlib
-import sys
-import jax
-sys.path[:0] = sys.argv[1:3]
-process = int(sys.argv[4])
-folder = pathlib.Path(sys.argv[6])
-data_axis, model_axis, steps, goes_on, changes = json.loads(sys.argv[7])
-jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-jax.distributed.initialize(sys.argv[3], 2, process, initialization_timeout=300)
-import partition, numpy as np, runs
-large = 2**40 + process  # as the units of gzipped shards are
-assert partition.from_processes(np.array([[large]])).tolist() == [[[2**40]], [[2**40 + 1]]]
-config = runs.small_config(sys.argv[5], steps, data_axis, model_axis)
-config.update_from_flattened_dict(changes)
-runs.run(config, folder / 'first')
-if goes_on:
-    config.restore.path = str(folder / 'first')
-    config.restore.only = '(?!.*encoder_norm/scale/v).*'
-    config.train.steps = 9
-    runs.run(config, folder / 'second')
-"""
-
-
-def train_in_two_processes(corpus, folder, data_axis, model_axis, steps, goes_on, changes=None):
-    """Train in two processes that share the mesh.
-
-    The workdirs are `folder`/first and, if it resumes, `folder`/second.
-    """
-    settings = json.dumps([data_axis, model_axis, steps, goes_on, changes or {}])
-    num_devices = data_axis * model_axis // 2
-    in_two_processes(ONE_OF_TWO, corpus, folder, settings, num_devices=num_devices)
-
-
-@pytest.mark.long  # processes_test.py has more of them in CI
-@pytest.mark.slow
-def test_two_processes_train_as_one_does(corpus, tmp_path):
-    """Two processes of one device each: losses, baseline, checkpoint, position."""
-    train_in_two_processes(corpus, tmp_path, data_axis=2, model_axis=1, steps=3, goes_on=False)
-    run(small_config(corpus, steps=3), tmp_path / 'alone')
-    assert_close_runs(tmp_path / 'first', tmp_path / 'alone', 3)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_two_processes_of_two_devices_train_and_restore(corpus, uninterrupted, tmp_path):
-    """Six steps, then a second run that starts from the first, without some slots."""
-    train_in_two_processes(corpus, tmp_path, data_axis=2, model_axis=2, steps=6, goes_on=True)
-    config = small_config(corpus, steps=9)
-    config.restore.path = str(tmp_path / 'first')
-    config.restore.only = '(?!.*encoder_norm/scale/v).*'
-    run(config, tmp_path / 'alone')
-    assert_close_runs(tmp_path / 'first', uninterrupted, 6)
-    assert_close_runs(tmp_path / 'second', tmp_path / 'alone', 9)
 
 
 def test_what_a_run_leaves(uninterrupted):
@@ -444,27 +357,3 @@ def assert_not_c4(printed, workdir):
     settings = json.loads((workdir / 'config.json').read_text())
     assert settings['corpus'] == 'pydoc instead of C4'
     assert {line['corpus'] for line in metrics_of(workdir)} == {'pydoc instead of C4'}
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_small_c4_without_c4(tmp_path):
-    """The command of configs/small_c4.py, cut to two steps of its test size."""
-    command = ['--config=configs/small_c4.py:test', f'--workdir={tmp_path}']
-    result = main(*command, '--config.train.steps=2', '--config.log.every_steps=1')
-    assert result.returncode == 0, result.stderr
-    assert_not_c4(result.stdout, tmp_path)
-
-
-def test_no_other_framework_is_loaded():
-    modules = 'tensorflow torch flax gin seqio t5x clu orbax'.split()
-    code = f'import sys, main, train; print([m for m in {modules} if m in sys.modules])'
-    result = subprocess.run(
-        [sys.executable, '-c', code], cwd=ROOT, env=os.environ, capture_output=True, text=True
-    )
-    assert result.stdout.strip() == '[]', result.stderr
-
-
-def test_there_are_eight_devices():
-    """The mesh tests prove nothing on fewer."""
-    assert jax.device_count() == 8

@@ -291,3 +291,13 @@ def test_the_largest_numbers_are_those_of_jax(shape, is_plain, monkeypatch):
         found = jax.jit(lambda x, k=k: kernels.top_k(x, k))(x)
         for ours, expected in zip(found, lax.top_k(x, k), strict=True):
             np.testing.assert_array_equal(ours, expected)
+
+
+def test_compiler_options(mesh, monkeypatch):
+    """A CPU's step has them, unless XLA lacks the option or the user's flags set it."""
+    assert kernels.compiler_options(mesh, 'float32') == {kernels.YNNPACK: ''}
+    with monkeypatch.context() as patch:
+        patch.setenv('XLA_FLAGS', f'--{kernels.YNNPACK}=individual_dot')
+        assert not kernels.compiler_options(mesh, 'float32')
+    monkeypatch.setattr(kernels, 'YNNPACK', 'xla_cpu_no_such_option')
+    assert not kernels.compiler_options(mesh, 'float32')

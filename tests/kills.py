@@ -1,18 +1,32 @@
-"""What processes do that tests/chaos/kills_test.py kills: save small checkpoints, whose every value is the step."""
+"""A process that tests/chaos/kills_test.py kills: it saves small checkpoints, and dies before or after an operation.
 
+python tests/kills.py WORKDIR MOMENT     MOMENT counts operations on files from 1; at 0 it lives
+"""
+
+import io
+import itertools
+import os
 import pathlib
+import signal
+import threading
 
 import numpy as np
 
-import checkpoint
+import checkpoint  # starts none of JAX's threads, which a fork does not have
 from run import verify
 
 FILES = {'config.json': b'{"model": {}}', 'data_position.npy': b'a position'}
 LAST_STEP = 4
+OPERATIONS = (
+    (os, ('open', 'fsync', 'rename', 'replace', 'unlink', 'mkdir', 'rmdir')),
+    (io, ('open',)),
+    (checkpoint, ('_write_array', 'checksum')),
+)
 
 
-def tree_of(step, num_arrays=3, shape=(4, 8)):
-    tree = {f'target/{i}': np.full(shape, step, np.float32) for i in range(num_arrays)}
+def tree_of(step):
+    """Return a state whose every value is the step."""
+    tree = {f'target/{i}': np.full((4, 8), step, np.float32) for i in range(3)}
     return tree | {'state/step': np.int32(step)}
 
 
@@ -28,15 +42,26 @@ def save_once(workdir):
     saver.close()
 
 
-def save_forever(workdir):
-    """Save one step after the other, and say in a file which are handed over."""
-    workdir = pathlib.Path(workdir)
-    step = verify.newest_valid(workdir, report=lambda text: None) or 0
-    saver = checkpoint.Saver(workdir, keep=2)
-    with (workdir / 'handed_over').open('w') as file:
-        while True:
-            step += 1
-            saver.save(step, tree_of(step, num_arrays=12, shape=(256, 1024)), FILES)
-            saver.check()
-            file.write(f'{step}\n')
-            file.flush()
+def save_and_die(workdir, moment):
+    """Be killed before or after an operation on files; `moment` counts both from 1."""
+    count = itertools.count(1)
+    lock = threading.Lock()
+
+    def pass_moment():
+        with lock:
+            if next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(operation):
+        def passed(*arguments, **keywords):
+            pass_moment()
+            result = operation(*arguments, **keywords)
+            pass_moment()
+            return result
+
+        return passed
+
+    for owner, names in OPERATIONS:
+        for name in names:
+            setattr(owner, name, counted(getattr(owner, name)))
+    save_once(workdir)

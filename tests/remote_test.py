@@ -13,7 +13,6 @@ import corpora
 import data_sets
 import fsspec
 import numpy as np
-import pyarrow.parquet
 import pytest
 from bucket_store import GOLDEN, run_in_another_process
 
@@ -95,46 +94,6 @@ for file in sys.argv[2:]:
     except OSError as error:
         print(error)
 """
-
-
-READ_AGAIN = """
-import json
-import os
-import sys
-
-import corpora
-import sources.open
-
-url, folder = sys.argv[1:]
-for name in sorted(os.listdir(f'{folder}/new')):
-    file = f'{folder}/{name}'
-    config = corpora.make_config(files=url + name, targets='{text}', validation_fraction=0.0)
-    for version in ('old', 'new'):
-        os.replace(f'{folder}/{version}/{name}', file)
-        source = sources.open.open_source(config)
-        print(json.dumps([record.fields for record in source.records('train')]))
-"""
-
-
-@pytest.mark.peers
-def test_a_second_reading_sees_an_object_that_changed(scheme, store):
-    """As in a notebook, in one process: contents, sizes, headers and row groups of the same names."""
-    folder = store.folder / 'data'
-    for version, columns in (('old', ('text', 'other')), ('new', ('other', 'text'))):
-        (folder / version).mkdir(parents=True)
-        num_rows = {'old': 5, 'new': 12}[version]
-        rows = [{name: f'{name} {version} {i}' for name in columns} for i in range(num_rows)]
-        table = ''.join(f'{",".join(row)}\n' for row in [columns, *[row.values() for row in rows]])
-        lines = ''.join(f'{json.dumps(row)}\n' for row in rows)
-        (folder / version / 'a.csv').write_text(table)
-        (folder / version / 'b.csv.gz').write_bytes(gzip.compress(table.encode()))
-        (folder / version / 'c.jsonl').write_text(lines)
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / version / 'd.parquet')
-    lines = run_in_another_process(READ_AGAIN, [f'{scheme}://data/', str(folder)], store)
-    assert len(lines) == 8
-    for old, new in zip(lines[::2], lines[1::2], strict=True):
-        assert json.loads(old) == [{'text': f'text old {i}'} for i in range(5)]
-        assert json.loads(new) == [{'text': f'text new {i}'} for i in range(12)]
 
 
 @pytest.mark.peers

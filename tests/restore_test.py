@@ -383,19 +383,6 @@ def test_a_vocabulary_that_is_damaged(corpus, tmp_path):
     choose_initial(config, of_run)
 
 
-def test_a_vocabulary_of_a_run_that_is_damaged(corpus, uninterrupted, tmp_path):
-    shutil.copytree(uninterrupted, tmp_path / 'run')
-    damaged = tmp_path / 'run/vocabulary.model'
-    expected = damaged.read_bytes()
-    for content in (b'', b'damaged'):
-        damaged.write_bytes(content)
-        with pytest.raises(Refused, match='run/vocabulary.model'):
-            prepare(small_config(corpus), tmp_path / 'run')
-    damaged.unlink()
-    prepare(small_config(corpus), tmp_path / 'run').workdir.lock.close()
-    assert damaged.read_bytes() == expected
-
-
 @pytest.mark.slow
 def test_relative_steps_count_from_the_checkpoint(corpus, uninterrupted, tmp_path):
     """Also if the run resumes, and if it resumes with more of them."""

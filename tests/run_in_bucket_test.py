@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -92,32 +91,6 @@ def test_checkpoints_are_saved_kept_deleted_and_set_aside(scheme, store):
     assert left == "['checkpoint_1', 'checkpoint_4.damaged-1']"
     copy = store.folder / 'home/runs/x/checkpoint_4.damaged-1'
     assert (copy / 'target.x/0.0').read_bytes() == b'damaged' and (copy / 'manifest.json').exists()
-
-
-OPEN = """
-import sys
-
-import numpy as np
-
-import checkpoint
-import paths
-
-folder = paths.to_path(sys.argv[1])
-leaves = checkpoint.read_index(folder / 'checkpoint_6').values()
-arrays = [leaf.open() for leaf in leaves if isinstance(leaf, checkpoint.ZarrEntry)]
-checkpoint.save(folder, 7, {f'target/x{i}/kernel': np.ones([3, 4]) for i in range(9)})
-print(len(arrays))
-"""
-
-
-def test_open_arrays_share_what_is_known_of_a_bucket(store):
-    """Without it TensorStore looks for credentials and the region for each array, and logs it."""
-    pytest.importorskip('s3fs', reason='s3fs is not installed')
-    name = 'golden/t5x_t5_1_1_tiny/checkpoint_6'
-    shutil.copytree(store.folder / name, store.folder / 'home/x/checkpoint_6')
-    [num_arrays] = run_in_another_process(OPEN, ['s3://home/x'], store)
-    assert int(num_arrays) > 50
-    assert store.num_bucket_heads == 1
 
 
 HOLD = """

@@ -10,16 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from corpora import (
-    HUNT,
-    LFS_POINTER,
-    check_settings,
-    documents_of,
-    golden,
-    make_config,
-    model_with,
-    oracle,
-)
+from corpora import HUNT, check_settings, documents_of, golden, make_config, model_with, oracle
 from small_models import SMALLEST, assert_refused, random_params
 
 import vocabulary as vocabularies
@@ -317,17 +308,6 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     assert not (tmp_path / 'new').exists()
     hashes = {vocabularies.SentencePieceVocabulary(pydoc_model, n).hash for n in (0, 100)}
     assert len(hashes | {kept.hash, byte.hash, vocabularies.ByteVocabulary(100).hash}) == 5
-
-
-def test_names_of_vocabularies_that_cannot_be_read(tmp_path):
-    (tmp_path / 'loop').symlink_to('loop')
-    for file, content in {'empty': b'', 'text': b'no model', 'lfs': LFS_POINTER}.items():
-        (tmp_path / file).write_bytes(content)
-    files = [str(tmp_path / file) for file in ('loop', 'missing', 'empty', 'text', 'lfs')]
-    for name in ('http://a.b/spiece.model', '  ', *files):
-        ask = partial(find, tmp_path / 'run', vocabulary=name)
-        assert_refused(ask, f'data.vocabulary={name!r}: ')
-    assert not (tmp_path / 'run').exists()
 
 
 LETTERS = ['some letters']

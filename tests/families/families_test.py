@@ -4,24 +4,14 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
-from bucket_store import run_in_another_process
 from forms import first_in_ci
-from runs import (
-    Program,
-    assert_close_runs,
-    assert_same_run,
-    run,
-    small_config,
-    state_of,
-    stop_after,
-)
+from runs import assert_same_run, run, small_config, state_of, stop_after
 from small_models import (
     FAMILIES,
     assert_close,
@@ -41,7 +31,6 @@ from formats import own_model
 from prepare import make_spec
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
-LOSS = 'training_eval/span_corruption/loss'
 
 
 @pytest.fixture(scope='module', params=FAMILIES)
@@ -208,60 +197,6 @@ def test_adapters_of_attention(corpus, family, finished, tmp_path):
     config = dataclasses.replace(base.config, **lora)
     unmerged = infer.T5(config, base.arrays | adapters, base.mesh)
     check_merged(merged, unmerged, base, 1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_killed_and_started_again(command_line, corpus, family, tmp_path):
-    steps = 60
-    program = Program(tmp_path, corpus, steps, log=4, save=6, evaluate=30, dropout_rate=0.1)
-    flags = [f'--config.model.module={family}']
-    flags += [f'--config.model.options.{name}={x}' for name, x in FAMILIES[family].items()]
-    process = command_line.start(*program.arguments(tmp_path / 'killed'), *flags)
-    process.wait_for('step 2')
-    process.send_signal(signal.SIGKILL)
-    assert process.wait().status == -signal.SIGKILL
-    assert max(checkpoint.steps(tmp_path / 'killed'), default=0) < steps
-    for name in ('killed', 'expected'):
-        result = command_line(*program.arguments(tmp_path / name), *flags)
-        assert result.status == 0, result.stderr
-    assert_same_run(tmp_path / 'killed', tmp_path / 'expected', steps)
-
-
-@pytest.mark.slow
-def test_early_stopping(corpus, family, tmp_path):
-    """The highest loss is the first one, so that the run ends two evaluations later."""
-    settings = {'save.best_metric': LOSS, 'save.best_is': 'higher', 'train.early_stopping': 2}
-    every = {'eval.every_steps': 1, 'save.every_steps': 1}
-    run(family_config(corpus, family, **settings, **every), tmp_path)
-    assert checkpoint.steps(tmp_path)[-1] == 3
-    assert infer.load(tmp_path, step='best').config.module == family
-
-
-IN_BUCKET = """
-import sys
-
-import infer
-import runs
-from small_models import FAMILIES
-
-url, corpus, family = sys.argv[1:]
-config = runs.small_config(corpus)
-config.model.module = family
-config.model.options.update(FAMILIES[family])
-runs.run(config, url)
-print(infer.load(url).config.module)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.peers
-def test_a_run_in_a_bucket(scheme, store, corpus, family, finished):
-    (store.folder / 'home').mkdir()
-    url = f'{scheme}://home/x'
-    lines = run_in_another_process(IN_BUCKET, [url, corpus, family], store)
-    assert lines[-1] == family
-    assert_close_runs(store.folder / 'home/x', finished, 6)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-import questions
 from runs import ROOT, metrics_of, run, small_config, state_of
 from small_models import (
     OPTIONS,
@@ -36,8 +35,7 @@ from formats import own_model, own_options, t5x
 from messages import Refused
 from modes import convert
 from modes import evaluate as evaluate_mode
-from prepare import make_spec, prepare, wanted
-from run.start import choose_initial
+from prepare import prepare
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
 ROTARY = ROOT / 'examples/rotary/rotary.py'
@@ -274,45 +272,6 @@ def test_merged_is_unmerged(tmp_path):
     assert difference > 1e-2 * np.abs(expected).max()
 
 
-@pytest.mark.slow
-def test_adapters_of_a_run_are_merged_everywhere(tmp_path):
-    """By infer.load, for the task metrics in training and afterwards, and by a conversion."""
-    questions.write_task(tmp_path)
-    file = tmp_path / 'own.py'
-    file.write_text(ADAPTERS)
-    config = questions.make_config(tmp_path)
-    config.infer_eval.task = 'rank'
-    config.infer_eval.every_steps = 0
-    config.model.dropout_rate = 0.0
-    run(config, tmp_path / 'base')
-    config.infer_eval.every_steps = 6
-    config.restore.path = str(tmp_path / 'base')
-    config.model.update(module=str(file), lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
-    config.optimizer.name = 'adamw'
-    config.learning_rate.base_learning_rate = 0.1
-    run(config, tmp_path / 'run')
-    base = infer.load(tmp_path / 'base')
-    params = base.arrays | checkpoint.parameters(state_of(tmp_path / 'run', 6))
-    unmerged = infer.T5(own_model.load(config.model), params, base.mesh, base.vocabulary)
-    batch = random_batch(seed=0)
-    expected = unmerged.logits(batch)
-    assert np.abs(base.logits(batch) - expected).max() > 1e-2 * np.abs(expected).max()
-    assert_close(infer.load(tmp_path / 'run').logits(batch), expected, 1e-5)
-    convert.convert_checkpoint(tmp_path / 'run', tmp_path / 'converted', 't5x')
-    assert_close(infer.load(tmp_path / 'converted').logits(batch), expected, 1e-5)
-    evaluate_mode.CheckpointEvaluation(config, str(tmp_path / 'run'), str(tmp_path / 'again')).run()
-    for folder in ('run', 'again'):
-        lines = (tmp_path / folder / 'inference_eval/rank-000006.jsonl').read_text().splitlines()
-        examples = [json.loads(line) for line in lines]
-        scores = []
-        for example in examples:
-            features = example['input']
-            [score] = unmerged.score([features['inputs']], [features['targets']])
-            scores.append(score)
-        assert len(scores) > 5
-        np.testing.assert_allclose([x['score'] for x in examples], scores, rtol=1e-5)
-
-
 # The run of the example.
 
 
@@ -369,21 +328,6 @@ def test_a_run_goes_on_with_its_own_model_alone(corpus, trained, uninterrupted, 
     assert_refused(lambda: infer.load(trained / 'run', config=without), recorded)
 
 
-@pytest.mark.slow
-def test_another_run_starts_from_its_parameters(corpus, trained, tmp_path):
-    config = example_config(corpus)
-    config.restore.update(path=str(trained / 'run'), only='target/.*')
-    config.model.update(module='', mlp_activations=('relu',))
-    assert_refused(lambda: prepare(config, tmp_path / 'run'), 'restore.strict=False')
-    spec = make_spec(config)
-    config.restore.strict = False
-    assert 'target/encoder/layers_0/mlp/wi/kernel' in choose_initial(config, wanted(spec)).leaves
-    config.restore.strict = True
-    config.model.update(module=str(EXAMPLE), mlp_activations=('squared_relu',))
-    start = choose_initial(config, wanted(make_spec(config)))
-    assert start.step == 0
-
-
 # Finding the file of a checkpoint.
 
 
@@ -435,15 +379,6 @@ def rewrite(file, content):
     checksums = manifest.checksums | {file.name: checkpoint.checksum(file)}
     packed = checkpoint.pack_manifest(manifest.step, checksums)
     (file.parent / checkpoint.MANIFEST).write_bytes(packed)
-
-
-@pytest.mark.slow
-def test_conversions(trained, tmp_path):
-    to_hugging_face = lambda: convert.convert_checkpoint(trained / 'run', tmp_path / 'hf', 'hf')  # noqa: E731
-    assert_refused(to_hugging_face, 'own.py')
-    assert not (tmp_path / 'hf').exists()
-    written = convert.convert_checkpoint(trained / 'run', tmp_path / 't5x', 't5x')
-    assert infer.load(written).config == infer.load(trained / 'run').config
 
 
 # Mistakes in the file: Python's own errors, but for a file that is not an own model.
@@ -516,82 +451,6 @@ def test_options_are_a_part_of_the_model(with_options):
     batch = random_batch(seed=0)
     of_two, of_three = (infer.T5(c, params, make_mesh(1, 1)).logits(batch) for c in configs[:2])
     assert np.abs(of_two - of_three).max() > 1e-3
-
-
-REFUSED_OPTIONS = {
-    'nun': [3],
-    'num': ['x', '1e1', True, 9, '-1'],
-    'rate': ['nan', '1e999', 10**400],
-    'gated': ['2', 0],
-    'kind': ['c', True],
-    'which': ['p', '(1,)'],
-    'widths': ['([1],)', '{[]: 1}'],
-}
-
-
-def test_options_that_are_refused(with_options):
-    for name, values in REFUSED_OPTIONS.items():
-        for value in values:
-            ask = lambda options={name: value}: load_own(with_options, options=options)  # noqa: E731
-            assert_refused(ask, f'model.options.{name}=')
-    for file in ('', EXAMPLE):  # without a class
-        assert_refused(
-            lambda file=file: load_own(file, options={'num': '3'}), "model.options.num='3'"
-        )
-
-
-FROZEN = '@dataclasses.dataclass(frozen=True)\nclass Options:\n    num: '
-OPTION_MISTAKES = [
-    ((AssertionError, AttributeError, TypeError), 'class Options:\n    num: int = 2\n'),
-    (
-        (AssertionError, AttributeError, TypeError),
-        '@dataclasses.dataclass\nclass Options:\n    num: int = 2\n',
-    ),
-    ((AssertionError, AttributeError, TypeError), FROZEN + 'int\n'),
-    (
-        (AssertionError, AttributeError, TypeError),
-        FROZEN + 'list = dataclasses.field(default_factory=list)\n',
-    ),
-    (
-        (AssertionError, AttributeError, TypeError),
-        FROZEN + 'int = dataclasses.field(default=2, init=False)\n',
-    ),
-    ((AssertionError, AttributeError, TypeError), FROZEN + 'float = 1\n'),
-    (Refused, FROZEN + 'tuple = ((1,),)\n'),
-    (Refused, FROZEN + "int = dataclasses.field(default=2, metadata={'range': (3, 4)})\n"),
-    (
-        (AssertionError, AttributeError, TypeError),
-        FROZEN + "str = dataclasses.field(default='', metadata={'range': (3, 4)})\n",
-    ),
-    (
-        (AssertionError, AttributeError, TypeError),
-        FROZEN + "int = dataclasses.field(default=2, metadata={'axis': 'modle'})\n",
-    ),
-    (
-        (AssertionError, AttributeError, TypeError),
-        FROZEN + "float = dataclasses.field(default=2.0, metadata={'axis': 'model'})\n",
-    ),
-]
-
-
-def test_mistakes_in_a_class_of_options(tmp_path):
-    for i, (kind, text) in enumerate(OPTION_MISTAKES):
-        file = tmp_path / f'own_{i}.py'
-        file.write_text(HEAD.format('') + text)
-        for ask in (load_own, own_model.describe_options):
-            with pytest.raises(kind):
-                ask(str(file))
-
-
-def test_defaults_that_a_class_refuses(tmp_path):
-    """A value must be given: a run whose config.json lacks it has the default all the same."""
-    file = tmp_path / 'own.py'
-    method = '\n    def __post_init__(self):\n        assert self.num > 2\n'
-    file.write_text(OPTIONS.replace('\n\n\nclass Mlp', f'\n{method}\n\nclass Mlp'))
-    with pytest.raises(AssertionError):
-        load_own(file)
-    assert own_options.default_options(load_own(file, options={'num': 3}))['num'] == 2
-    assert '  --config.model.options.num=2' in own_model.describe_options(str(file))
 
 
 # Families.
@@ -689,29 +548,3 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     (tmp_path / 'empty/wide_t5.py').unlink()
     importlib.invalidate_caches()
     assert_refused(lambda: infer.load(directory), 'own_model.py')
-
-
-@pytest.mark.slow
-def test_options_of_an_evaluation(with_options, tmp_path):
-    """Results of other options are others; a config may leave out some of the run's."""
-    questions.write_task(tmp_path)
-    config = questions.make_config(tmp_path)
-    config.infer_eval.task = 'qa'
-    config.model.update(module=str(with_options), dropout_rate=0.0)
-    config.model.options.rate = 0.25
-    run(config, tmp_path / 'run')
-    workdir = str(tmp_path / 'run')
-    evaluate_mode.prepare(None, {}, workdir).run()
-    same = evaluate_mode.prepare(
-        None, {'model.options.rate': '2.5e-1'}, workdir, output_dir=str(tmp_path / 'a')
-    )
-    assert same.model_config == infer.load(workdir).config
-    same.run()
-    changes = {'model.options.num': '3'}
-    assert_refused(lambda: evaluate_mode.prepare(None, changes, workdir), 'model.options.num')
-    other = evaluate_mode.prepare(None, changes, workdir, output_dir=str(tmp_path / 'b'))
-    assert other.model_config.options.num == 3 and other.model_config.options.rate == 0.25
-    del config.model.options.rate
-    assert_refused(lambda: evaluate_mode.prepare(config, {}, workdir), 'model.options.rate')
-    changes = {'model.options.num': '9'}
-    assert_refused(lambda: evaluate_mode.prepare(None, changes, workdir), 'num=9')

@@ -24,11 +24,6 @@ CLOSED = f'standard output: Bad file descriptor: {errors.REMEDIES[9]}'
 FULL = f'standard output: No space left on device: {errors.FULL_REMEDY}'
 
 
-def long_forms(values):
-    """Return values for pytest.mark.parametrize that CI leaves out."""
-    return [pytest.param(*x, marks=[pytest.mark.slow, pytest.mark.long]) for x in values]
-
-
 def shell(command, folder, **environment):
     """Run `python main.py COMMAND` in a shell, which redirects its streams."""
     return subprocess.run(
@@ -41,9 +36,8 @@ def shell(command, folder, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('command', ['--mode=tasks >&- <&-', *long_forms([['--help >&-']])])
-def test_a_closed_output_is_an_error(tmp_path, command):
-    done = shell(command, tmp_path)
+def test_a_closed_output_is_an_error(tmp_path):
+    done = shell('--mode=tasks >&- <&-', tmp_path)
     assert (done.returncode, done.stderr) == (1, f'main.py: {CLOSED}\n')
 
 
@@ -53,11 +47,8 @@ def test_a_closed_standard_error_is_none(tmp_path):
     assert (done.returncode, done.stderr) == (0, '') and 'glue_cola_v002' in done.stdout
 
 
-@pytest.mark.parametrize(
-    'command', ['--mode=tasks', *long_forms([[f'{INFER} --text=a'], ['--help']])]
-)
-def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path, command):
-    result = command_line.start(*command.split(), cwd=tmp_path, stdout='/dev/full').wait()
+def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path):
+    result = command_line.start('--mode=tasks', cwd=tmp_path, stdout='/dev/full').wait()
     assert (result.status, result.stderr.splitlines()[-1]) == (1, f'main.py: {FULL}')
 
 
@@ -72,30 +63,6 @@ def test_work_is_done_though_its_lines_cannot_be_printed():
     with open('/dev/full', 'w') as file, pytest.raises(OSError) as failed:
         process.print_lines(lines(), file)
     assert made == [0, 1, 2] and errors.one_line(failed.value) == FULL
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'command', first_in_ci([f'{INFER} --text=a', '--nonsense', '--help', '--mode=tasks'])
-)
-@pytest.mark.parametrize(
-    'streams, lines',
-    first_in_ci(
-        [
-            ('>&-', 1),
-            ('>/dev/full 2>&1', 0),
-            ('>&- 2>&-', 0),
-            ('>&- 2>&- <&-', 0),
-            ('>/dev/full', 1),
-        ],
-        2,
-    ),
-)
-def test_outputs_that_cannot_be_written(tmp_path, command, streams, lines):
-    done = shell(f'{command} {streams}', tmp_path)
-    assert done.returncode == (2 if command == '--nonsense' else 1)
-    found = [line for line in done.stderr.splitlines() if not line.startswith('WARNING')]
-    assert len(found) == lines and not done.stdout
 
 
 @pytest.mark.slow
@@ -120,9 +87,7 @@ def test_the_reader_of_answers_ends(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'streams', first_in_ci(['>&- 2>&- <&-', '>&-', '2>&-', '>/dev/full', '| head -1'])
-)
+@pytest.mark.parametrize('streams', first_in_ci(['>&- 2>&- <&-', '| head -1']))
 def test_a_run_needs_no_output(tmp_path, streams):
     """What libraries print gets into no file of the run."""
     done = shell(f'{TRAIN} --workdir=run {streams}', tmp_path)
@@ -132,57 +97,15 @@ def test_a_run_needs_no_output(tmp_path, streams):
         json.loads(line)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize('streams', ['>&- 2>&- <&-', '>&-', '| head -1'])
-def test_an_evaluation_needs_no_output(tmp_path, evaluated, streams):
-    done = shell(
-        f'--mode=evaluate --checkpoint={evaluated}/run --output_dir=out {streams}', tmp_path
-    )
-    assert (done.returncode, done.stderr) == (0, '')
-    assert (tmp_path / 'out/results.csv').exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('streams, status', first_in_ci([('>&- 2>&-', 1), ('>&-', 1), ('2>&-', 0)]))
-def test_a_conversion_is_done(tmp_path, streams, status):
-    done = shell(f'--mode=convert --from={T5X} --to=converted {streams}', tmp_path)
-    assert done.returncode == status and 'Traceback' not in done.stderr
-    assert (tmp_path / 'converted').is_dir()
-
-
 # The environment tells JAX what to use.
 
 
-@pytest.mark.parametrize(
-    'platforms, command',
-    [
-        ('cuda', f'{TRAIN} --workdir=run'),
-        *[
-            pytest.param(*row, marks=[pytest.mark.slow, pytest.mark.long])
-            for row in (
-                ('nonsense', f'--mode=convert --from={T5X} --to=converted'),
-                ('tpu', f'{INFER} --text=a'),
-                ('rocm', f'--mode=evaluate --checkpoint={T5X}'),
-                ('cuda', f'{TRAIN} --mode=plan'),
-                ('tpu', f'{TRAIN} --workdir=run'),
-            )
-        ],
-    ],
-)
-def test_platforms_that_are_not_here(tmp_path, platforms, command):
-    done = shell(command, tmp_path, JAX_PLATFORMS=platforms)
+@pytest.mark.parametrize('platforms', ['cuda', 'nonsense'])
+def test_platforms_that_are_not_here(tmp_path, platforms):
+    done = shell(f'{TRAIN} --workdir=run', tmp_path, JAX_PLATFORMS=platforms)
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout and not list(tmp_path.iterdir())
     assert line.startswith(f'main.py: JAX_PLATFORMS={platforms}: ')
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_modes_without_devices_need_no_platform(tmp_path):
-    for command in ('--mode=tasks', f'{TRAIN} --mode=plan --topology=cpu:2'):
-        done = shell(command, tmp_path, JAX_PLATFORMS='cuda')
-        assert (done.returncode, done.stderr) == (0, '')
 
 
 @pytest.mark.slow
@@ -257,18 +180,7 @@ def test_a_program_starts_anew_once(tmp_path, options):
 
 @needs_huge_pages
 @pytest.mark.parametrize(
-    'options, environment',
-    [
-        ([], {process.VARIABLE: ''}),
-        (['-m', 'cProfile'], {}),
-        *long_forms(
-            [
-                ([], {process.VARIABLE: 'glibc.malloc.check=0'}),
-                (['-mcProfile'], {}),
-                (['-m', 'pdb', '-c', 'continue'], {}),
-            ]
-        ),
-    ],
+    'options, environment', [([], {process.VARIABLE: ''}), (['-m', 'cProfile'], {})]
 )
 def test_the_users_own_setting_and_debuggers_are_left_alone(tmp_path, options, environment):
     lines, _ = run_program(tmp_path, *options, **environment)
@@ -296,14 +208,3 @@ def test_machines(tmp_path, monkeypatch, version, policy, supported):
         file.write_text(policy)
     monkeypatch.setattr(process, 'POLICY', pathlib.Path(file))
     assert process.is_supported() == supported
-
-
-def test_other_devices(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, 'confstr', lambda name: 'glibc 2.36')
-    (tmp_path / 'enabled').write_text('[madvise]')
-    monkeypatch.setattr(process, 'POLICY', tmp_path / 'enabled')
-    monkeypatch.setattr(process, 'find_spec', lambda name: name == 'libtpu')
-    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
-    assert process.is_supported()
-    monkeypatch.delenv('JAX_PLATFORMS')
-    assert not process.is_supported()

@@ -1,4 +1,4 @@
-"""What all processes of a run agree on; two processes are in processes_test.py and end_to_end_test.py."""
+"""What all processes of a run agree on; two processes are in processes_test.py."""
 
 from run.agreement import StopRequest
 

@@ -194,24 +194,6 @@ def test_integers_leave_the_split_as_it_is(tmp_path):
     assert found['integers', True] == found['floats', True]
 
 
-def test_floats_are_read_up_to_one_that_is_not_whole(tmp_path, monkeypatch):
-    """Of the columns that are named, no other."""
-    columns = {'n': [1.5] + [1.0] * 9, 'm': [1.0] * 9 + [None], 'x': [1.0] * 10, 'q': ['q'] * 10}
-    write(tmp_path / 'a.parquet', columns, group_rows=1)
-    read = []
-
-    class Counting(pq.ParquetFile):
-        def iter_batches(self, row_groups, columns, **options):
-            for batch in super().iter_batches(row_groups=row_groups, columns=columns, **options):
-                read.append((*row_groups, *columns))
-                yield batch
-
-    monkeypatch.setattr(pq, 'ParquetFile', Counting)
-    found = parquet_source.integer_columns([f'{tmp_path}/a.parquet'], [], ('q', 'n', 'm'))
-    assert found[0] == {'m'}
-    assert read == [(0, 'n'), *((i, 'm') for i in range(10))]
-
-
 def test_lanes_share_decoded_row_groups(tmp_path, monkeypatch):
     """A corpus of many windows: each row group is decoded once, and few are kept."""
     monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', 200)

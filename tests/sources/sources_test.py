@@ -2,12 +2,10 @@
 
 import csv
 import gzip
-import io
 import itertools
 import json
 import os
 import shutil
-import sys
 import zlib
 
 import numpy as np
@@ -16,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import (
     HUNT,
-    LFS_POINTER,
     documents_of,
     epoch_documents,
     lane_documents,
@@ -52,17 +49,6 @@ def test_pydoc_is_two_megabytes_of_distinct_prose(pydoc):
     assert letters > 0.85 * size
     assert 'json.decoder.decode' in dict(documents_of(pydoc))
     assert source_of(documents_of(pydoc)[:-1]).fingerprint != pydoc.fingerprint
-
-
-def test_a_package_of_pydoc_without_help_topics(pydoc_documents, monkeypatch):
-    """Some distributions leave pydoc_data out, the package and all."""
-    monkeypatch.setitem(sys.modules, 'pydoc_data', None)
-    monkeypatch.delitem(sys.modules, 'pydoc_data.topics', raising=False)
-    package = os.path.dirname(json.__file__)
-    monkeypatch.setattr(sources.pydoc.sysconfig, 'get_path', lambda name: package)
-    documents = [(f'json.{name}', text) for name, text in sources.pydoc.documents()]
-    assert len(documents) > 5
-    assert documents == [tuple(x) for x in pydoc_documents if x[0].startswith('json.')]
 
 
 def test_texts_of_one_summary_are_in_one_split(monkeypatch):
@@ -305,36 +291,6 @@ def test_names_of_files(tmp_path, monkeypatch):
         assert [text for _, text in documents_of(source)] == [text.strip()], name
 
 
-# For each name what the message names.
-NO_FILES = {
-    ',,': 'data.files',
-    '  ': 'data.files',
-    'http://a.b/*.txt': 'http://a.b/*.txt',
-    '{}/folder': 'folder',
-    '{}/fold*': 'fold*',
-    '{}/loop*': 'loop.txt',
-    '{}/gone.txt': 'gone.txt',
-    '/dev/null': '/dev/null',
-    '{}/lfs.txt': 'lfs.txt',
-    '~nobody-here/a.txt': '~nobody-here/a.txt',
-    '{}/empty*': 'empty*',
-    'a\0b': 'a\\x00b',
-    'a' * 5000: 'data.files',
-}
-
-
-def test_names_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / 'folder').mkdir()
-    (tmp_path / 'loop.txt').symlink_to('loop.txt')
-    (tmp_path / 'gone.txt').symlink_to('nowhere')
-    (tmp_path / 'lfs.txt').write_bytes(LFS_POINTER)
-    (tmp_path / 'empty.txt').write_bytes(b'')
-    for name, part in NO_FILES.items():
-        with pytest.raises(Refused) as error:
-            sources.open.open_source(make_config(files=name.replace('{}', str(tmp_path))))
-        assert part in str(error.value) and '\n' not in str(error.value)
-
-
 def test_extensions_in_any_case(tmp_path):
     content = b'{"text": "first"}\n{"text": "second"}\n{}\n'
     for name in ('a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'):
@@ -514,49 +470,6 @@ def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
             assert all(any(lanes) for lanes in splits) and all(splits[0])
             if name.endswith('.gz'):
                 assert {name.rsplit(':')[-1] for name, _ in found} == {'1', '2', '3'}
-
-
-def test_a_fault_after_a_long_line_has_its_line_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
-    monkeypatch.setattr(sources.text, 'CUT_BYTES', 16)
-    content = b'a b ' * 100 + b'\n' + b'c ' * 100 + b'\xff ' + b'd ' * 100 + b'\nlast\n'
-    (tmp_path / 'a.txt').write_bytes(content)
-    (tmp_path / 'b.txt.gz').write_bytes(gzip.compress(content))
-    (tmp_path / 'c.txt.gz').write_bytes(gzip.compress(content.replace(b'\xff', b'e'))[:-8])
-    for name, line in [('a.txt', 2), ('b.txt.gz', 2), ('c.txt.gz', 4)]:
-        with pytest.raises(Refused, match=f'line {line} of .*{name}'):
-            epoch_documents(sources.open.open_source(make_config(files=f'{tmp_path}/{name}')))
-
-
-class CountingFile(io.FileIO):
-    num_bytes = 0
-
-    def readinto(self, buffer):
-        count = super().readinto(buffer)
-        CountingFile.num_bytes += count
-        return count
-
-
-@pytest.mark.parametrize('kind', ['txt', 'jsonl'])
-def test_a_long_line_is_read_once(tmp_path, monkeypatch, kind):
-    """Reading is bounded by what a block has and MAX_LINE_BYTES around it: it is not quadratic."""
-    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 1 << 16)
-    monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', 1 << 14)
-    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
-    monkeypatch.setattr(CountingFile, 'num_bytes', 0)
-    open_file = lambda path, *_, **__: io.BufferedReader(CountingFile(path), 8192)  # noqa: E731
-    monkeypatch.setattr(sources.files.paths, 'open_file', open_file)
-    text = 'some words ' * 200_000
-    path = tmp_path / f'a.{kind}'
-    path.write_text(json.dumps({'text': text}) if kind == 'jsonl' else text)
-    source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.0))
-    documents = sum(epoch_documents(source, splits=['train']), [])
-    assert ' '.join(text for _, text in sorted(documents, key=offset_of)).split() == text.split()
-    assert path.stat().st_size < CountingFile.num_bytes < 12 * path.stat().st_size
-
-
-def offset_of(document):
-    return int(document[0].rsplit(':')[-1])
 
 
 @pytest.fixture
