@@ -37,11 +37,9 @@ On an H200 in bfloat16: base 1,300 sequences per second, large 395, xl 108.
 """
 
 import functools
-import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
