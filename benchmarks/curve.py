@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
+import chart
 import figure
 import main_runs
 import numpy as np
@@ -43,7 +44,6 @@ import prepare
 import state_names
 import train
 from configs import tiny
-from modes import chart
 from sources import cmudict
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from modes import chart
+import chart
 
 STYLE = """
 text { font: 11px sans-serif; fill: #333; }

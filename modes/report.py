@@ -28,11 +28,12 @@ from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
 import paths
+from benchmarks import chart  # the page, which draws with it, goes next
+from benchmarks.chart import Curve, Point
 from configs import base, check
 from formats.best import read_metrics
 from messages import Refused
-from modes import chart, process
-from modes.chart import Curve, Point
+from modes import process
 from run import results
 
 FILE = 'report.html'

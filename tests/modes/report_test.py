@@ -20,10 +20,11 @@ from report_runs import (
     write_run,
 )
 
+from benchmarks import chart
+from benchmarks.chart import Curve, Point
 from formats import best
 from messages import Refused
-from modes import chart, report
-from modes.chart import Curve, Point
+from modes import report
 
 VOID = {'meta', 'link', 'input'}
 
