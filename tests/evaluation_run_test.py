@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from permissions import another_user
 from questions import make_config
-from report_runs import DAMAGED_LINES, damage_line
-from runs import ROOT, metrics_of, run
+from runs import ROOT, damage_line, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import infer
@@ -605,11 +604,11 @@ def test_another_vocabulary_is_refused(evaluated, uninterrupted):
 
 
 def test_a_damaged_line_is_named(evaluated, tmp_path):
-    """run/results_test.py and report_test.py have all kinds of damage."""
+    """formats/best_test.py has all kinds of damage."""
     folder = tmp_path / 'run'
     for name, step in (('inference_eval/qa-metrics.jsonl', 'last'), ('metrics.jsonl', 'best')):
         shutil.copytree(evaluated / 'run', folder)
-        damage_line(folder / name, 2, DAMAGED_LINES[name][0])
+        damage_line(folder / name, 2, '{"step": 2, "ru')
         before = files_of(folder)
         with pytest.raises(Refused) as error:
             open_evaluation(evaluated, None, step=step, path=folder)

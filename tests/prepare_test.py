@@ -3,12 +3,12 @@
 import shutil
 
 import pytest
-from report_runs import DAMAGED_LINES, damage_line, write_results
-from runs import ROOT, small_config
+from runs import ROOT, damage_line, small_config
 
 from formats import best
 from messages import Refused
 from prepare import prepare
+from run import results
 
 T5X = ROOT / 'tests/golden/t5x_t5_1_1_tiny/checkpoint_6'
 
@@ -51,13 +51,13 @@ def test_a_damaged_file_of_a_run_is_named(corpus, uninterrupted, tmp_path):
     folder = tmp_path / 'run'
     shutil.copytree(uninterrupted, folder)
     for step in (1, 2, 3):
-        write_results(folder, 'qa', step, [], f1=5.0)
-    for name in ('config.json', *DAMAGED_LINES):
+        results.Results(folder).write('qa', step, {'f1': 5.0}, [], settings='hash')
+    for name in ('config.json', 'metrics.jsonl', 'inference_eval/qa-metrics.jsonl'):
         valid = (folder / name).read_bytes()
         if name == 'config.json':
             (folder / name).write_text('{"model": ')
         else:
-            damage_line(folder / name, 2, DAMAGED_LINES[name][0])
+            damage_line(folder / name, 2, '{"step": 2, "ru')
         before = (folder / 'metrics.jsonl').read_bytes()
         with pytest.raises(Refused) as error:
             prepare(small_config(corpus, steps=9), folder)

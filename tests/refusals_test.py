@@ -297,7 +297,10 @@ ROWS = [
     (f'--mode=infer --checkpoint={GOLDEN} --text=a', 'data.vocabulary'),
     (f'--mode=infer --checkpoint={GOLDEN} --config.data.vocabulary=bytes --input=gone.txt', 'gone.txt'),
     ('--mode=evaluate --checkpoint=nowhere', 'nowhere'),
+    ('--mode=report', '--runs'),
     ('--mode=report --runs=nowhere', 'nowhere'),
+    ('--mode=report --runs=metrics', 'line 1 of'),
+    ('--mode=report --runs=gs://bucket/run', 'gs://bucket/run'),
     ('--mode=tasks glue', 'glue'),
 ]  # fmt: skip
 

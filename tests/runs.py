@@ -88,6 +88,13 @@ def metrics_of(workdir):
     return lines
 
 
+def damage_line(file, number, text):
+    """Replace a line of a file, the first one being 1, by `text`."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    lines[number - 1] = text.encode(errors='surrogateescape') + b'\n'
+    file.write_bytes(b''.join(lines))
+
+
 def state_of(workdir, step):
     return checkpoint.restore(workdir / f'checkpoint_{step}')
 

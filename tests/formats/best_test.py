@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from forms import first_in_ci
-from runs import metrics_of, run, small_config, state_of, stop_after
+from runs import damage_line, metrics_of, run, small_config, state_of, stop_after
 from small_models import assert_refused
 
 import checkpoint
@@ -42,6 +42,33 @@ def wait_of_keras(values, best_is):
             best_value = sign * value
             wait = 0
     return wait
+
+
+LINE = '"step": 2, "run": "train", "corpus": "c"'
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '{"step": 2, "ru',
+        '[1]',
+        'null',
+        *[f'{{{LINE}, "loss": {value}}}' for value in ('[1.0]', '"3.1"', 'null', 'true')],
+        '{"run": "train", "corpus": "c"}',
+        '{"step": 2.5, "run": "train", "corpus": "c"}',
+        '{"step": 2, "run": "train", "corpus": null}',
+        '[' * 100_000,
+        '\udc89PNG',
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, text):
+    """Lines that no run writes; a last one that a kill cut is skipped."""
+    file = tmp_path / 'metrics.jsonl'
+    line = f'{{{LINE}, "loss": 3.5}}'
+    file.write_text(f'{line}\n{line}\n{{"step": 3')
+    assert best.read_metrics(tmp_path) == [json.loads(line)] * 2
+    damage_line(file, 2, text)
+    assert_refused(partial(best.read_metrics, tmp_path), f'line 2 of {file}')
 
 
 @pytest.mark.parametrize('best_is', ['lower', 'higher'])
