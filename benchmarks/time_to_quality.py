@@ -71,8 +71,9 @@ def main(argv: list[str]) -> None:
         print(
             f'steps per second: ours {speed:.2f} in {dtype}, theirs {their_speed:.2f} in {their_dtype}'
         )
-        num_steps = int(30 * FLAGS.minutes * speed)
+        num_steps = int(60 * FLAGS.minutes / 2 * speed)
         their_num_steps = int(60 * FLAGS.minutes * their_speed)
+        turns.print_header('', 'first', 'second', 'last')
         runs: dict[str, list[list[Evaluation]]] = {'ours': [], 'transformers': []}
         for contender in ('ours', 'transformers', 'transformers', 'ours'):
             if contender == 'ours':

@@ -115,15 +115,21 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
     missing = turns.print_conditions('jax', 'torch', 'transformers')
     with tempfile.TemporaryDirectory() as folder:
-        file = f'{folder}/vocabulary.model'
+        job = Job(
+            device=FLAGS.device,
+            size=FLAGS.sizes[0],
+            dtype=FLAGS.dtypes[0],
+            batch_size=FLAGS.batch_size,
+            num_steps=FLAGS.steps,
+            vocabulary=f'{folder}/vocabulary.model',
+        )
+        write_vocabulary(job)
         turns.print_header(
             'size', 'dtype', 'contender', 'parameters', 'sequences/s', 'GB', 'data wait', 'ours is'
         )
         for size in FLAGS.sizes:
             for dtype in FLAGS.dtypes:
-                job = Job(FLAGS.device, size, dtype, FLAGS.batch_size, FLAGS.steps, file)
-                if not os.path.exists(file):
-                    write_vocabulary(job)
+                job = job._replace(size=size, dtype=dtype)
                 contenders = {'ours': measure_ours} | rivals(dtype, not missing)
                 print_rows(job, turns.take_turns(contenders, FLAGS.rounds, job))
 
