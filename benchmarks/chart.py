@@ -1,26 +1,36 @@
-"""Curves over steps: axes, ticks, and lines that are thinned to what a figure can show.
+"""Curves over steps as SVG: axes, ticks, and lines that are thinned to what a figure can show."""
 
-figure.py writes them as SVG. Colors are left to CSS: each curve has a class.
-"""
-
+import html
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Sizes of a panel, in units of the SVG.
+# Sizes of a panel in units of the figure, which is scaled to the width of the page.
 WIDTH = 380
-HEIGHT = 220
+HEIGHT = 240
 LEFT = 48
-RIGHT = 356  # leaves room for the last label of the steps, such as '1.00005M'
-TOP = 10
-BOTTOM = 194
-MOST_DOTS = 20  # a curve with more points is a line alone
+RIGHT = 356  # leaves room for the last label of the steps
+TOP = 30  # leaves room for the title
+BOTTOM = 214
 NUM_TICKS = 6
+STYLE = """
+text { font: 11px sans-serif; fill: #333; }
+.y { text-anchor: end; }
+.x, .title { text-anchor: middle; }
+.grid { stroke: #ddd; }
+.axis { stroke: #888; }
+.curve { fill: none; stroke-width: 1.6; }
+.first { stroke: #0b62a4; }
+.second { stroke: #c2571a; }
+.third { stroke: #4a8f29; }
+.fourth { stroke: #999; }
+.dashed { stroke-dasharray: 4 4; }
+"""
 
 
 class Point(NamedTuple):
     step: int
-    value: float  # finite
+    value: float
 
 
 class Curve(NamedTuple):
@@ -28,8 +38,64 @@ class Curve(NamedTuple):
 
     name: str
     css_class: str
-    points: Sequence[Point]  # at least one
+    points: Sequence[Point]
     is_dashed: bool = False
+
+
+class Panel(NamedTuple):
+    title: str
+    curves: Sequence[Curve]
+    is_logarithmic: bool = False  # both axes
+    curves_fall: bool = False  # names then go above them, on the right
+
+
+def svg(*panels: Panel) -> str:
+    """Return a figure of panels, from left to right."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(panels)} {HEIGHT}" role="img">',
+        f'<style>{STYLE}</style>',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+    ]
+    for i, panel in enumerate(panels):
+        lines.append(f'<g transform="translate({i * WIDTH} 0)">')
+        lines += lines_of(panel)
+        lines.append('</g>')
+    return '\n'.join([*lines, '</svg>\n'])
+
+
+def lines_of(panel: Panel) -> list[str]:
+    """Return the elements of a panel."""
+    points = [point for curve in panel.curves for point in curve.points]
+    steps = [point.step for point in points]
+    if not panel.is_logarithmic:
+        steps.append(0)
+    x_axis = make_axis(steps, LEFT + 4, RIGHT - 4, panel.is_logarithmic)
+    values = [point.value for point in points]
+    y_axis = make_axis(values, BOTTOM - 4, TOP + 4, panel.is_logarithmic)
+    lines = [f'<text class="title" x="{WIDTH / 2}" y="18">{html.escape(panel.title)}</text>']
+    for tick in y_axis.ticks:
+        y = y_axis.position(tick)
+        lines.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{RIGHT}"/>')
+        lines.append(f'<text class="y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{format_tick(tick)}</text>')
+    lines.append(f'<path class="axis" d="M{LEFT} {BOTTOM}H{RIGHT}"/>')
+    for tick in x_axis.ticks:
+        x = x_axis.position(tick)
+        lines.append(f'<path class="axis" d="M{x:.1f} {BOTTOM}v4"/>')
+        lines.append(f'<text class="x" x="{x:.1f}" y="{BOTTOM + 17}">{format_tick(tick)}</text>')
+    first_name = TOP + 8 if panel.curves_fall else BOTTOM - 14 * len(panel.curves)
+    for i, curve in enumerate(panel.curves):
+        css_class = f'curve {curve.css_class}'
+        if curve.is_dashed:
+            css_class += ' dashed'
+        y = first_name + 14 * i
+        lines.append(f'<path class="{css_class}" d="M{RIGHT - 160} {y}h20"/>')
+        lines.append(f'<text x="{RIGHT - 134}" y="{y + 3.5}">{html.escape(curve.name)}</text>')
+        positions = []
+        for point in curve.points:
+            x = x_axis.position(point.step)
+            positions.append(f'{x:.1f} {y_axis.position(point.value):.1f}')
+        lines.append(f'<path class="{css_class}" d="M{"L".join(positions)}"/>')
+    return lines
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
@@ -50,7 +116,7 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 class Axis(NamedTuple):
-    """A range of values, and where it lies in the figure."""
+    """A range of values, and where it lies in the panel."""
 
     low: float
     high: float
@@ -66,23 +132,15 @@ class Axis(NamedTuple):
             fraction = (value - self.low) / (self.high - self.low)
         return self.begin + fraction * (self.end - self.begin)
 
-    def labels(self, ticks: Sequence[float]) -> list[tuple[float, str]]:
-        """Return the positions of some ticks and their texts."""
-        return [(round(self.position(tick), 1), format_tick(tick)) for tick in ticks]
-
 
 def make_axis(values: Sequence[float], begin: float, end: float, is_logarithmic: bool) -> Axis:
     """Return an axis that holds all values."""
     low = min(values)
     high = max(values)
-    if high - low <= 1e-5 * abs(high):  # no label could tell them apart
-        margin = abs(low) / 10 or 1.0
-        low -= margin
-        high += margin
-    make_ticks = linear_ticks
-    if is_logarithmic:
-        make_ticks = logarithmic_ticks
-    return Axis(low, high, make_ticks(low, high), begin, end, is_logarithmic)
+    if low == high:
+        high += 1e-9
+    ticks = logarithmic_ticks(low, high) if is_logarithmic else linear_ticks(low, high)
+    return Axis(low, high, ticks, begin, end, is_logarithmic)
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
@@ -97,75 +155,14 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def logarithmic_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten, with doubles and fives on a short axis; linear ticks on a very short one."""
-    decades = math.log10(high / low)
-    multiples = [1.0]
-    if decades < 2:
-        multiples = [1.0, 2.0, 5.0]
-    every = math.ceil(decades / NUM_TICKS)
-    ticks = []
-    for exponent in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-        for multiple in multiples:
-            tick = multiple * 10.0**exponent
-            if low <= tick <= high and exponent % every == 0:
-                ticks.append(tick)
-    if len(ticks) < 2:
-        return linear_ticks(low, high)
-    return ticks
+    """Return powers of ten."""
+    every = math.ceil(math.log10(high / low) / NUM_TICKS)
+    exponents = range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
+    return [10.0**exponent for exponent in exponents if exponent % every == 0]
 
 
 def format_tick(value: float) -> str:
-    """Return a short text: 0.05, 1,200, 20k, 1.5M."""
-    if abs(value) >= 999_999:
-        return f'{value / 1e6:.6g}M'
-    if abs(value) >= 10_000:
-        return f'{value / 1e3:.6g}k'
-    if value and abs(value) < 1e-4:
+    """Return a short text: 0.05, 1,200, 1e-7."""
+    if 0 < value < 1e-4:
         return f'{value:.6g}'.replace('e-0', 'e-')
     return f'{value:,.6g}'
-
-
-class Line(NamedTuple):
-    """The line of a curve in a figure, as SVG has it."""
-
-    name: str
-    css_class: str
-    path: str
-    dots: Sequence[tuple[str, str]] = ()  # x and y, of a curve of few points
-
-
-class Drawing(NamedTuple):
-    """Ticks, as positions and labels, and lines. figure.py writes them as SVG."""
-
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    lines: list[Line]
-
-
-def draw(curves: Sequence[Curve], is_logarithmic: bool = False) -> Drawing:
-    """Return the drawing of curves. Logarithmic axes need steps and values above 0."""
-    steps = [point.step for curve in curves for point in curve.points]
-    values = [point.value for curve in curves for point in curve.points]
-    if max(steps) > 5 * min(steps) > 0 and not is_logarithmic:
-        steps.append(0)  # the run began there
-    x_axis = make_axis(steps, LEFT + 4, RIGHT - 4, is_logarithmic)
-    y_axis = make_axis(values, BOTTOM - 4, TOP + 4, is_logarithmic)
-    lines = []
-    for curve in curves:
-        positions = []
-        for point in curve.points:
-            x = x_axis.position(point.step)
-            y = y_axis.position(point.value)
-            positions.append((f'{x:.1f}', f'{y:.1f}'))
-        path = 'M' + 'L'.join(' '.join(position) for position in positions)
-        line = Line(curve.name, curve.css_class, path)
-        if curve.is_dashed:
-            line = line._replace(css_class=f'{curve.css_class} dashed')
-        elif len(positions) <= MOST_DOTS:
-            line = line._replace(dots=positions)
-        lines.append(line)
-    return Drawing(
-        x_ticks=x_axis.labels([tick for tick in x_axis.ticks if tick == round(tick)]),  # steps
-        y_ticks=y_axis.labels(y_axis.ticks),
-        lines=lines,
-    )

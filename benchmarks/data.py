@@ -3,46 +3,41 @@
     pip install -e '.[peers,tf]' tensorflow-text
     pip install gin-config babel sacrebleu scikit-learn rouge-score
     pip install --no-deps t5==0.9.4
-    python benchmarks/data.py [--megabytes=300] [--rounds=3] [--folder=DIR] [--only=REGEX]
+    python benchmarks/data.py [--megabytes=300] [--rounds=3]
 
-Writes a corpus to DIR, trains a vocabulary of up to 32,000 pieces on it, and writes ten task caches
-in SeqIO's layout. Then the contenders take turns, each in a new process on two cores:
+Writes a corpus, trains a vocabulary of up to 32,000 pieces on it, and writes ten task caches in SeqIO's
+layout. Then the contenders take turns, each in a new process on two cores:
 
-    span corruption from raw text, 512/114, batches of 128, shuffled
+    raw text        span corruption, 512/114, batches of 128, shuffled, packed
         sentencepiece   encodes the documents in batches with two threads, and nothing else: the
                         limit
-        seqio           c4_v220_span_corruption on TextLineDataSource, packed, as T5X reads it
-        ours            prefetch.batches of a Stream, in a thread and in worker processes; an
+        seqio           c4_v220_span_corruption on TextLineDataSource, as T5X reads it
+        ours            prefetch.batches of a Stream, in a thread or in worker processes; an
                         epoch, because lanes read much at first
-    a mixture of ten cached tasks, packed, shuffled, its state saved every 50 batches
+    cached mixture  ten tasks, packed, shuffled, its state saved every 50 batches
         seqio           use_cached, examples-proportional, a tf.train.Checkpoint of the iterator
         ours            the same mixture; the position of the stream
 
-Prints a line per contender: corpus tokens per second of wall time and of CPU time, the medians of
-the rounds; the ratio to seqio; the seconds until the first batch; and the padding that packing
-leaves, as a share of the inputs and of the targets. Corpus tokens are ids that are neither padding
-nor EOS nor a sentinel, counted in the numpy batches. Files are opened before the clock starts; it
-starts when the first batch is asked for, so the start of workers and all that a stream reads ahead
-count, and stops at the last batch.
+Prints a row per contender: millions of corpus tokens per second, the median of the rounds and the
+range; how many times as fast as seqio it is; and the padding that packing leaves, as a share of the
+inputs and of the targets. Corpus tokens are ids that are neither padding nor EOS nor a sentinel, counted in the numpy
+batches. Files are opened before the clock starts; it starts when the first batch is asked for, so the
+start of workers and all that a stream reads ahead count, and stops at the last batch. A rival that is
+not installed is left out.
 
 The goal: from raw text at least 3.5 times seqio and 70 % of sentencepiece, cached at least 10 times
-seqio. Seen on two hyperthreads of one core (Xeon, 2.5 GHz) with two workers: 4.2 times and 83 %
-(seqio 0.55 M tokens/s, ours 2.30 M; medians of three rounds), cached 10.7 times (0.18 M and 1.88 M).
-The limit is SentencePiece from raw text, and the interpreter from cached ids.
+seqio. The limit is SentencePiece from raw text, and the interpreter from cached ids.
 """
 
 import functools
 import itertools
 import json
 import os
-import re
-import resource
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +45,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+import turns
 from absl import app, flags
 
 import sources.pydoc
@@ -63,10 +59,8 @@ from run.train_vocabulary import train_vocabulary
 from stream import Stream
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer('megabytes', 300, 'Size of the corpus.')
-flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.')
-flags.DEFINE_string('folder', None, "Where to write; the system's temporary folder if not given.")
-flags.DEFINE_string('only', '.*', 'Regular expression of the contenders that are measured.')
+flags.DEFINE_integer('megabytes', 300, 'Size of the corpus.', lower_bound=1)
+flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.', lower_bound=1)
 
 NUM_CORES = 2
 BATCH_SIZE = 128
@@ -74,6 +68,7 @@ LENGTHS = {'inputs': 512, 'targets': 114}
 NUM_SHARDS = 16  # files of the corpus and of each cache
 NUM_TASKS = 10
 STEPS_PER_SAVE = 50
+NUM_WORKERS = (0, 2)
 MIXTURE = f"""
 from tasks import Mixture, proportional
 TASKS = [Mixture('mixture', {{f'task_{{i}}': proportional() for i in range({NUM_TASKS})}})]
@@ -86,99 +81,42 @@ class Measurement(NamedTuple):
 
     num_tokens: int  # in the corpus
     seconds: float
-    cpu_seconds: float  # this process and its workers
-    first_seconds: float = 0.0  # until the first batch
-    inputs_padding: float = 0.0  # share of the positions
-    targets_padding: float = 0.0
-
-
-class Contender(NamedTuple):
-    """A way to make batches, and the function that measures it."""
-
-    part: str
-    name: str
-    measure: Callable[[Path], Measurement]
+    padding: list[float] = []  # shares of the inputs' and the targets' positions
 
 
 def main(argv: list[str]) -> None:
-    with tempfile.TemporaryDirectory(dir=FLAGS.folder) as name:
-        folder = Path(name)
-        in_new_process(write_inputs, folder, FLAGS.megabytes)
-        chosen = [x for x in contenders() if re.search(FLAGS.only, f'{x.part}, {x.name}')]
-        found: dict[Contender, list[Measurement]] = {contender: [] for contender in chosen}
-        for _ in range(FLAGS.rounds):
-            for contender in chosen:
-                found[contender].append(in_new_process(contender.measure, folder))
-    report(found)
-
-
-def contenders() -> list[Contender]:
-    """Return all contenders, in the order in which they take turns."""
-    found = [
-        Contender('raw text', 'sentencepiece', measure_encoder),
-        Contender('raw text', 'seqio', measured(seqio_text, 300)),
-        Contender('cached mixture', 'seqio', measured(seqio_mixture, 60)),
-    ]
-    for num_workers in (0, 2, 4):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    has_seqio = not turns.print_conditions('numpy', 'sentencepiece', 'seqio-nightly', 't5')
+    text: dict[str, Callable] = {'sentencepiece': measure_encoder}
+    mixture: dict[str, Callable] = {}
+    if has_seqio:
+        text['seqio'] = functools.partial(measure_stream, seqio_text, 300)
+        mixture['seqio'] = functools.partial(measure_stream, seqio_mixture, 60)
+    for num_workers in NUM_WORKERS:
         name = f'ours, {num_workers} workers'
-        text = functools.partial(our_text, num_workers=num_workers)
-        mixture = functools.partial(our_mixture, num_workers=num_workers)
-        found.append(Contender('raw text', name, measured(text, None)))
-        found.append(Contender('cached mixture', name, measured(mixture, 384)))
-    for pack in ('greedily', 'no'):
-        name = f'ours, pack={pack}'
-        text = functools.partial(our_text, pack=pack)
-        mixture = functools.partial(our_mixture, pack=pack)
-        found.append(Contender('raw text', name, measured(text, None)))
-        found.append(Contender('cached mixture', name, measured(mixture, 384)))
-    return sorted(found, key=lambda contender: contender.part, reverse=True)
+        open_text = functools.partial(our_text, num_workers)
+        open_mixture = functools.partial(our_mixture, num_workers)
+        text[name] = functools.partial(measure_stream, open_text, None)
+        mixture[name] = functools.partial(measure_stream, open_mixture, 384)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        turns.in_new_process(write_inputs, folder, FLAGS.megabytes)
+        turns.print_header('', 'M tokens/s', 'x seqio', 'padding')
+        print_rows('raw text', turns.take_turns(text, FLAGS.rounds, folder))
+        print_rows('cached mixture', turns.take_turns(mixture, FLAGS.rounds, folder))
 
 
-def measured(
-    open_stream: Callable[[Path], Iterator[Batch]], num_batches: int | None
-) -> Callable[[Path], Measurement]:
-    """Return a function that measures a stream of batches, which a new process can be sent."""
-    return functools.partial(measure_stream, open_stream, num_batches)
-
-
-def report(found: Mapping[Contender, Sequence[Measurement]]) -> None:
-    """Print a line per contender."""
-    print(
-        f'{"":32} {"tokens/s":>10} {"x seqio":>8} {"per CPU s":>10} {"first batch":>12} '
-        f'{"padding: inputs":>16} {"targets":>8}'
-    )
+def print_rows(part: str, found: Mapping[str, Sequence[Measurement]]) -> None:
+    """Print a row per contender."""
     rates = {}
-    for contender, rounds in found.items():
-        rates[contender.part, contender.name] = median(rounds, 'num_tokens', 'seconds')
-    for contender, rounds in found.items():
-        rate = rates[contender.part, contender.name]
-        ratio = rate / rates.get((contender.part, 'seqio'), np.nan)
-        first = np.median([x.first_seconds for x in rounds])
-        print(
-            f'{contender.part + ", " + contender.name:32} {rate:10,.0f} {ratio:8.2f} '
-            f'{median(rounds, "num_tokens", "cpu_seconds"):10,.0f} {first:10.1f} s '
-            f'{rounds[0].inputs_padding:16.1%} {rounds[0].targets_padding:8.1%}'
-        )
-    limit = rates.get(('raw text', 'sentencepiece'), np.nan)
-    for (part, name), rate in rates.items():
-        if part == 'raw text' and name.startswith('ours'):
-            print(f'raw text, {name}: {rate / limit:.0%} of sentencepiece')
-
-
-def median(rounds: Sequence[Measurement], numerator: str, denominator: str) -> float:
-    """Return the median of a rate over the rounds."""
-    return float(np.median([getattr(x, numerator) / getattr(x, denominator) for x in rounds]))
-
-
-def in_new_process(function: Callable, *arguments):
-    """Return the function's result. Its process and those that it starts have two cores."""
-    with futures.ProcessPoolExecutor(1, get_context('spawn'), initializer=take_cores) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def take_cores() -> None:
-    cores = sorted(os.sched_getaffinity(0))[:NUM_CORES]
-    os.sched_setaffinity(0, cores)
+    for name, rounds in found.items():
+        rates[name] = [x.num_tokens / x.seconds / 1e6 for x in rounds]
+    for name, rounds in found.items():
+        ratio = ''
+        if 'seqio' in found:
+            ratio = f'{statistics.median(rates[name]) / statistics.median(rates["seqio"]):.2f}'
+        padding = ', '.join(f'{share:.1%}' for share in rounds[0].padding)
+        turns.print_row(f'{part}, {name}', turns.spread(rates[name]), ratio, padding)
 
 
 # Measuring.
@@ -190,30 +128,20 @@ def measure_stream(
     """Count the corpus tokens in the first batches of a stream, and its seconds."""
     first_sentinel = read_vocabulary(folder).sentinel_ids.min()  # they come after the pieces
     batches = open_stream(folder)
-    counts = np.zeros(5, np.int64)
-    cpu_start = cpu_seconds()
+    num_tokens = 0
+    num_padding = np.zeros(2)
+    num_positions = np.zeros(2)
     start = time.perf_counter()
     for batch in itertools.islice(batches, num_batches):
-        if not counts.any():
-            first_seconds = time.perf_counter() - start
         for i, name in enumerate(('encoder_input_tokens', 'decoder_target_tokens')):
             ids = batch[name]
             ids = ids[ids.any(axis=1)]  # without the rows of lanes that have ended
             is_token = (ids > vocabulary.EOS_ID) & (ids < first_sentinel)
-            counts[0] += np.count_nonzero(is_token)
-            counts[1 + i] += np.count_nonzero(ids == vocabulary.PAD_ID)
-            counts[3 + i] += ids.size
+            num_tokens += int(np.count_nonzero(is_token))
+            num_padding[i] += np.count_nonzero(ids == vocabulary.PAD_ID)
+            num_positions[i] += ids.size
     seconds = time.perf_counter() - start
-    del batches  # its workers end, and their CPU time is counted
-    num_tokens, *padding = counts[:3].tolist()
-    return Measurement(
-        num_tokens=num_tokens,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds() - cpu_start,
-        first_seconds=first_seconds,
-        inputs_padding=padding[0] / counts[3],
-        targets_padding=padding[1] / counts[4],
-    )
+    return Measurement(num_tokens, seconds, (num_padding / num_positions).tolist())
 
 
 def measure_encoder(folder: Path) -> Measurement:
@@ -224,51 +152,40 @@ def measure_encoder(folder: Path) -> Measurement:
     # The sentinels are not in the model's file, nor in the text.
     processor = read_vocabulary(folder)._processor
     num_tokens = 0
-    cpu_start = cpu_seconds()
     start = time.perf_counter()
     for first in range(0, len(documents), 1000):
         ids = processor.encode(documents[first : first + 1000], num_threads=NUM_CORES)
         num_tokens += sum(map(len, ids))
-    seconds = time.perf_counter() - start
-    return Measurement(num_tokens, seconds, cpu_seconds() - cpu_start)
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its children that have ended."""
-    seconds = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        seconds += usage.ru_utime + usage.ru_stime
-    return seconds
+    return Measurement(num_tokens, time.perf_counter() - start)
 
 
 # Ours.
 
 
-def our_text(folder: Path, pack: str = 'tightly', num_workers: int = 0) -> Iterator[Batch]:
+def our_text(num_workers: int, folder: Path) -> Iterator[Batch]:
     """Return the batches of one epoch of the corpus."""
-    config = our_config(pack)
+    config = our_config()
     config.files = str(folder / 'corpus-*.txt')
     stream = open_our_stream(folder, config, num_epochs=1)
     return (batch.features for batch in prefetch.batches(stream, num_workers))
 
 
-def our_mixture(folder: Path, pack: str = 'tightly', num_workers: int = 0) -> Iterator[Batch]:
+def our_mixture(num_workers: int, folder: Path) -> Iterator[Batch]:
     """Return the batches of the cached mixture, saving the position."""
-    config = our_config(pack)
+    config = our_config()
     config.cache_dirs = str(folder / 'caches')
     config.module = str(folder / 'mixture.py')
     config.task = 'mixture'
     stream = open_our_stream(folder, config, num_epochs=None)
     batches = prefetch.batches(stream, num_workers)
-    return saving(batches, lambda batch: np.save(folder / 'position.npy', batch.after))
+    saved = saving(batches, lambda batch: np.save(folder / 'position.npy', batch.after))
+    return (batch.features for batch in saved)
 
 
-def our_config(pack: str) -> Any:
+def our_config() -> Any:
     """Return config.data."""
     config = base.get_config().data
     config.lengths.update(LENGTHS)
-    config.pack = pack
     config.validation_fraction = 0.0
     return config
 
@@ -286,12 +203,12 @@ def open_our_stream(folder: Path, config: Any, num_epochs: int | None) -> Stream
     )
 
 
-def saving(batches: Iterator, save: Callable[[Any], object]) -> Iterator[Batch]:
-    """Yield the features of batches, and save the state of their iterator now and then."""
+def saving(batches: Iterator, save: Callable[[Any], object]) -> Iterator:
+    """Yield batches, and save the state of their iterator now and then."""
     for step, batch in enumerate(batches, start=1):
         if step % STEPS_PER_SAVE == 0:
             save(batch)
-        yield batch.features
+        yield batch
 
 
 # SeqIO's, as T5X's runs configure it (t5x/configs/runs/pretrain.gin and finetune.gin).
@@ -317,8 +234,7 @@ def seqio_text(folder: Path) -> Iterator[Batch]:
         ],
         output_features=seqio_features(folder),
     )
-    batches = seqio_batches('span_corruption', num_epochs=1)
-    return batches.as_numpy_iterator()
+    return seqio_batches('span_corruption', num_epochs=1).as_numpy_iterator()
 
 
 def text_as_dict(lines: Any) -> Any:
@@ -346,15 +262,8 @@ def seqio_mixture(folder: Path) -> Iterator[Batch]:
     seqio.MixtureRegistry.add('mixture', sorted(names), default_rate=seqio.mixing_rate_num_examples)
     iterator = iter(seqio_batches('mixture', num_epochs=None, use_cached=True))
     checkpoint = tf.train.Checkpoint(iterator=iterator)
-    batches = (NumpyBatch(batch) for batch in iterator)
-    return saving(batches, lambda batch: checkpoint.write(str(folder / 'iterator')))
-
-
-class NumpyBatch:
-    """A batch of tensors as one of arrays, where our PrefetchedBatch has its features."""
-
-    def __init__(self, batch: Mapping[str, Any]):
-        self.features = {name: x.numpy() for name, x in batch.items()}
+    saved = saving(iterator, lambda batch: checkpoint.write(str(folder / 'iterator')))
+    return ({name: x.numpy() for name, x in batch.items()} for batch in saved)
 
 
 def no_dataset(split: str, shuffle_files: bool) -> Any:
@@ -442,13 +351,13 @@ def write_cache(
         lines.append(json.dumps({'inputs': inputs, 'targets': targets}))
     file = folder / f'task_{task}.jsonl'
     file.write_text('\n'.join(lines))
-    config = our_config('no')
+    config = our_config()
+    config.pack = 'no'
     config.task = f'task_{task}'
     config.files = str(file)
     config.inputs = '{inputs}'
     config.targets = '{targets}'
     config.vocabulary = str(folder / 'vocabulary.model')
-    config.validation_fraction = 0.0
     config.cache_dirs = str(folder / 'caches')
     cache.BYTES_PER_SHARD = file.stat().st_size // NUM_SHARDS
     cache.cache(config)

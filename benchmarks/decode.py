@@ -1,21 +1,20 @@
 """Our generate against transformers' and CTranslate2's, from one checkpoint on two cores.
 
     pip install -e '.[peers]' ctranslate2
-    python benchmarks/decode.py [--rounds=3] [--calls=3] [--only=REGEX]
+    python benchmarks/decode.py [--rounds=3] [--calls=3]
 
 Writes random float32 weights of the shape of T5 1.1 small. The contenders take turns, each in a new
-process on two cores: 8 inputs of 128 tokens, 64 tokens of output, greedily and with 4 beams. The
-logits of padding and EOS are always 0, never among the best, so that all make 64 steps. Each process
-makes a call that is not counted (ours compiles), then `calls` that are. CTranslate2 computes in
-float32 and in int8. Ours is measured on a mesh of one device per core, which split heads, MLP and
-vocabulary, also with parameters rounded to bfloat16, and on one device for both cores.
+process: 8 inputs of 128 tokens, 64 tokens of output, greedily and with 4 beams. The logits of padding
+and EOS are always 0, never among the best, so that all make 64 steps. Each process makes a call that
+is not counted (ours compiles), then `calls` that are. CTranslate2 computes in float32 and in int8.
+Ours is measured on a mesh of one device per core, which split heads, MLP and vocabulary, also with
+parameters rounded to bfloat16, and on one device for both cores.
 
-Prints a line per contender: output tokens per second, the median over all calls and the fastest;
-the ratio of the median to transformers'; and the shares of answers and of tokens, position by
-position, that are transformers'. Tokens of random weights are close rivals: a trained model keeps
-more of them. Then what limits ours: the time until the first token, which is the encoder's; the time
-of a step; and how long it takes to read the decoder's weights once at the speed at which both cores
-read memory.
+Prints a row per contender: output tokens per second, the median over all calls and the range; the
+ratio to transformers; and the share of tokens, position by position, that are transformers'. Tokens of
+random weights are close rivals: a trained model keeps more of them. Then what limits ours: the time
+until the first token, which is the encoder's; the time of a step; and how long it takes to read the
+decoder's weights once at the speed at which both cores read memory.
 
 The goal: greedily at least 2 times transformers, with 4 beams at least 1.5 times.
 """
@@ -23,12 +22,12 @@ The goal: greedily at least 2 times transformers, with 4 beams at least 1.5 time
 import functools
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +37,21 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 
 import jax
 import numpy as np
+import turns
 from absl import app, flags
 
 import infer
 import partition
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.')
-flags.DEFINE_integer('calls', 3, 'Calls per round that are measured.')
-flags.DEFINE_string('only', '.*', 'Regular expression of the contenders that are measured.')
+flags.DEFINE_integer('rounds', 3, 'How often each contender is measured.', lower_bound=1)
+flags.DEFINE_integer('calls', 3, 'Calls per round that are measured.', lower_bound=1)
 
 NUM_CORES = 2
 BATCH_SIZE = 8
 INPUT_LENGTH = 128
 OUTPUT_LENGTH = 64
+BEAMS = (1, 4)
 VOCAB_SIZE = 32128
 EOS_ID = 1
 CONFIG = {  # as transformers names it
@@ -85,65 +85,45 @@ class Limits(NamedTuple):
 
     first_seconds: dict[int, float]  # {beams: seconds of a call for one token}
     weights_bytes: int  # read by a step
-    bytes_per_second: float  # when all cores read memory
+    bytes_per_second: float  # while both cores read memory
 
 
 def main(argv: list[str]) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
+    if turns.print_conditions('jax', 'torch', 'transformers', 'ctranslate2'):
+        sys.exit(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        in_new_process(write_model, folder)
-        contenders: dict[tuple[int, str], Callable] = {}
-        for beams in (1, 4):
+        turns.in_new_process(write_model, folder)
+        limits = turns.in_new_process(measure_limits, folder)
+        for beams in BEAMS:
+            contenders = {}
             for name, open_model in OPENERS.items():
-                if re.search(FLAGS.only, name):
-                    measure = functools.partial(measure_generate, open_model, beams, FLAGS.calls)
-                    contenders[beams, name] = measure
-        found: dict[tuple[int, str], list[Measurement]] = {key: [] for key in contenders}
-        for _ in range(FLAGS.rounds):
-            for key, measure in contenders.items():
-                found[key].append(in_new_process(measure, folder))
-        report(found, in_new_process(measure_limits, folder))
+                contenders[name] = functools.partial(measure_generate, open_model, beams)
+            found = turns.take_turns(contenders, FLAGS.rounds, FLAGS.calls, folder)
+            report(beams, found, limits)
 
 
-def report(found: Mapping[tuple[int, str], list[Measurement]], limits: Limits) -> None:
-    """Print a line per contender, and what limits ours."""
-    num_tokens = BATCH_SIZE * OUTPUT_LENGTH
-    medians = {}
-    for key, rounds in found.items():
-        medians[key] = float(np.median([x for measured in rounds for x in measured.seconds]))
-    columns = f'{"tokens/s":>10} {"fastest":>10} {"x transformers":>15} {"same answers":>13} {"same tokens":>12}'
-    print(f'{"":27} {columns}')
-    for key, rounds in found.items():
-        beams, name = key
-        fastest = min(x for measured in rounds for x in measured.seconds)
-        line = f'{beams} beams, {name:18} {num_tokens / medians[key]:10.0f} {num_tokens / fastest:10.0f}'
-        if (beams, 'transformers') in found:
-            ratio = medians[beams, 'transformers'] / medians[key]
-            theirs = found[beams, 'transformers'][0].answers
-            is_same_bT = np.equal(rounds[0].answers, theirs)
-            same_answers = is_same_bT.all(axis=1).mean()
-            line += f' {ratio:15.2f} {same_answers:13.1%} {is_same_bT.mean():12.1%}'
-        print(line)
-    limit = limits.weights_bytes / limits.bytes_per_second
-    for beams, first_seconds in limits.first_seconds.items():
-        if (beams, 'ours') not in medians:
-            continue
-        step_seconds = (medians[beams, 'ours'] - first_seconds) / (OUTPUT_LENGTH - 1)
-        print(
-            f'{beams} beams: {first_seconds * 1e3:.0f} ms until the first token, then {step_seconds * 1e3:.1f} ms '
-            f'a step; reading the {limits.weights_bytes / 1e6:.0f} MB of weights takes {limit * 1e3:.1f} ms at '
-            f'{limits.bytes_per_second / 1e9:.1f} GB/s'
-        )
-
-
-def in_new_process(function: Callable, *args: Any) -> Any:
-    """Return function(*args), computed by a new process on NUM_CORES cores."""
-    cores = sorted(os.sched_getaffinity(0))[:NUM_CORES]
-    context = get_context('spawn')
-    with futures.ProcessPoolExecutor(
-        1, mp_context=context, initializer=os.sched_setaffinity, initargs=(0, cores)
-    ) as pool:
-        return pool.submit(function, *args).result()
+def report(beams: int, found: Mapping[str, list[Measurement]], limits: Limits) -> None:
+    """Print a row per contender, and what limits ours."""
+    print(f'\n{beams} beams')
+    turns.print_header('contender', 'tokens/s', 'x transformers', 'same tokens')
+    seconds = {}
+    for name, rounds in found.items():
+        seconds[name] = [x for measured in rounds for x in measured.seconds]
+    theirs = found['transformers'][0].answers
+    for name, rounds in found.items():
+        rates = [BATCH_SIZE * OUTPUT_LENGTH / x for x in seconds[name]]
+        ratio = statistics.median(seconds['transformers']) / statistics.median(seconds[name])
+        same = np.equal(rounds[0].answers, theirs).mean()
+        turns.print_row(name, turns.spread(rates), f'{ratio:.2f}', f'{same:.1%}')
+    first_seconds = limits.first_seconds[beams]
+    step_seconds = (statistics.median(seconds['ours']) - first_seconds) / (OUTPUT_LENGTH - 1)
+    reading_seconds = limits.weights_bytes / limits.bytes_per_second
+    print(
+        f'ours: {first_seconds * 1e3:.0f} ms until the first token, then {step_seconds * 1e3:.1f} ms a step; '
+        f'reading the {limits.weights_bytes / 1e6:.0f} MB of weights takes {reading_seconds * 1e3:.1f} ms'
+    )
 
 
 def write_model(folder: Path) -> None:
@@ -267,9 +247,7 @@ def measure_generate(open_model: Callable, beams: int, num_calls: int, folder: P
     generate = open_model(folder)
     inputs = random_inputs()
     answers = generate(inputs, beams)
-    for answer in answers:
-        if len(answer) != OUTPUT_LENGTH:
-            raise ValueError(f'an answer has {len(answer)} tokens: all must have {OUTPUT_LENGTH}')
+    assert all(len(answer) == OUTPUT_LENGTH for answer in answers)
     seconds = []
     for _ in range(num_calls):
         start = time.perf_counter()
@@ -283,9 +261,9 @@ def measure_limits(folder: Path) -> Limits:
     t5 = load_ours(NUM_CORES, 'float32', folder)
     inputs = random_inputs()
     first_seconds = {}
-    for beams in (1, 4):
+    for beams in BEAMS:
         call = functools.partial(t5.generate, inputs, max_length=1, beam_size=beams)
-        first_seconds[beams] = fastest_seconds(call)
+        first_seconds[beams] = turns.fastest_seconds(call)
     weights_bytes = 0
     for path, x in t5.arrays.items():
         is_cross_key_or_value = re.search(r'encoder_decoder_attention/(key|value)', path)
@@ -293,23 +271,12 @@ def measure_limits(folder: Path) -> Limits:
             weights_bytes += x.nbytes
     arrays = [np.ones(2**26, np.float32) for _ in range(NUM_CORES)]
     with futures.ThreadPoolExecutor(NUM_CORES) as pool:
-        seconds = fastest_seconds(lambda: list(pool.map(np.sum, arrays)))
+        seconds = turns.fastest_seconds(lambda: list(pool.map(np.sum, arrays)))
     return Limits(
         first_seconds=first_seconds,
         weights_bytes=weights_bytes,
         bytes_per_second=sum(x.nbytes for x in arrays) / seconds,
     )
-
-
-def fastest_seconds(call: Callable) -> float:
-    """Return how long the fastest of five calls takes, after one that is not counted."""
-    call()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 if __name__ == '__main__':

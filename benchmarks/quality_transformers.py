@@ -1,4 +1,4 @@
-"""transformers' Seq2SeqTrainer on words and phonemes, beside which benchmarks/time_to_quality.py runs ours.
+"""transformers' Seq2SeqTrainer on words and phonemes, which benchmarks/time_to_quality.py measures against ours.
 
 Has a process without JAX.
 """
@@ -9,8 +9,10 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
+
+LEARNING_RATE = 0.03
+BATCH_SIZE = 64
 
 
 def train(
@@ -18,26 +20,18 @@ def train(
     sizes: dict[str, Any],
     label_smoothing: float,
     max_length: int,
-    seconds: float,
-    num_steps: int,
     num_words: int,
     num_evaluations: int,
-    speed_seconds: float,
     begin: float,
-    optimizer: str,
-    learning_rate: float,
-    schedule: str,
-    batch_size: int,
     dtype: str,
-) -> list[dict[str, float]]:
-    """Train for some seconds or steps; return the seconds since the start, step and word error of each evaluation.
+    seconds: float = 0.0,
+    num_steps: int = 0,
+) -> Any:
+    """Train for `seconds` and return the steps per second; or train for `num_steps` and evaluate.
 
-    The last one has the loss, too, which is computed after the end, in nats per token of the first pronunciations.
-    `examples`: a file, {split: [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has
-    one pronunciation of each word, drawn at random. `begin`: the time of the start, as time.monotonic has it;
-    `num_steps`: 0 for as many as take `seconds`, after `speed_seconds` in which the speed is measured, which are not
-    counted. `optimizer`: as the Trainer names it, or adafactor_scaled, transformers' Adafactor with updates in
-    proportion to the parameters.
+    Of each evaluation, return the seconds since the start and the word error. `examples`: a file, {split:
+    [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has one pronunciation of
+    each word, drawn at random. `begin`: the time of the start, as time.monotonic has it.
     """
     import torch
     import transformers
@@ -82,20 +76,15 @@ def train(
             'decoder_input_ids': shifted,  # with label smoothing the Trainer computes the loss
         }
 
-    def tested_batches() -> Iterator[tuple[list, torch.Tensor, torch.Tensor]]:
-        """Yield some words of the test, with their letters and mask."""
-        tested = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
-        for i in range(0, len(tested), 256):
-            batch = tested[i : i + 256]
-            inputs = padded([letters for letters, _ in batch], 0)
-            yield batch, inputs, (inputs > 0).long()
-
     @torch.no_grad()
     def word_error() -> float:
         model.eval()
+        tested = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
         num_wrong = 0
-        num_tested = 0
-        for batch, inputs, mask in tested_batches():
+        for i in range(0, len(tested), 256):
+            batch = tested[i : i + 256]
+            inputs = padded([letters for letters, _ in batch], 0)
+            mask = (inputs > 0).long()
             answers = model.generate(
                 inputs, attention_mask=mask, max_length=1 + max_length, do_sample=False
             )
@@ -104,33 +93,32 @@ def train(
                 if 1 in answer:
                     answer = answer[: answer.index(1) + 1]
                 num_wrong += answer not in pronunciations
-            num_tested += len(batch)
         model.train()
-        return 100 * num_wrong / num_tested
+        return 100 * num_wrong / len(tested)
 
-    @torch.no_grad()
-    def loss() -> float:
-        model.eval()
-        nats = 0.0
-        num_tokens = 0
-        for batch, inputs, mask in tested_batches():
-            labels = padded([pronunciations[0] for _, pronunciations in batch], -100)
-            num_labels = int((labels >= 0).sum())
-            nats += num_labels * float(model(inputs, mask, labels=labels).loss)
-            num_tokens += num_labels
-        return nats / num_tokens
+    times = []
+    found = []
 
-    def make_trainer(folder: str, num_steps: int, callbacks: list) -> transformers.Trainer:
-        by_length: dict[str, Any] = {'train_sampling_strategy': 'group_by_length'}
-        if int(transformers.__version__.split('.')[0]) < 5:
-            by_length = {'group_by_length': True}
+    class Callback(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            times.append(time.monotonic())
+            if seconds:
+                control.should_training_stop = times[-1] - times[0] > seconds and len(times) > 5
+            elif state.global_step % (num_steps // num_evaluations) == 0:
+                error = word_error()
+                found.append((time.monotonic() - begin, error))
+
+    by_length: dict[str, Any] = {'train_sampling_strategy': 'group_by_length'}
+    if int(transformers.__version__.split('.')[0]) < 5:
+        by_length = {'group_by_length': True}
+    with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.Seq2SeqTrainingArguments(
             output_dir=folder,
-            max_steps=num_steps,
-            per_device_train_batch_size=batch_size,
-            optim=optimizer.removesuffix('_scaled'),
-            learning_rate=learning_rate,
-            lr_scheduler_type=schedule,
+            max_steps=num_steps or 10**6,
+            per_device_train_batch_size=BATCH_SIZE,
+            optim='adafactor',
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type='linear',
             warmup_steps=min(500, num_steps // 10),
             label_smoothing_factor=label_smoothing,
             bf16=dtype == 'bfloat16',
@@ -147,48 +135,16 @@ def train(
             args=arguments,
             train_dataset=Words(),
             data_collator=collate,
-            callbacks=callbacks,
+            callbacks=[Callback()],
         )
-        if optimizer == 'adafactor_scaled':  # the Trainer's own is not scaled
-            trainer.optimizer = transformers.Adafactor(
-                model.parameters(), lr=learning_rate, scale_parameter=True, relative_step=False
-            )
-        return trainer
-
-    class StepTimer(transformers.TrainerCallback):
-        """Measures the speed, and ends after some seconds."""
-
-        times: list[float] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.times.append(time.monotonic())
-            passed = self.times[-1] - self.times[0]
-            control.should_training_stop = passed > speed_seconds and state.global_step > 5
-
-    class Evaluations(transformers.TrainerCallback):
-        found: list[dict[str, float]] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % (state.max_steps // num_evaluations) == 0:
-                error = word_error()
-                passed = time.monotonic() - begin - uncounted
-                found = {'seconds': passed, 'word_error': error, 'step': state.global_step}
-                self.found.append(found)
-                print(found, file=sys.stderr, flush=True)
-
-    with tempfile.TemporaryDirectory() as folder:
-        begin_timing = time.monotonic()
-        if not num_steps:
-            initial = {name: x.clone() for name, x in model.state_dict().items()}
-            make_trainer(folder, 10**6, [StepTimer()]).train()
-            times = StepTimer.times
-            num_steps = int(seconds * (len(times) - 1) / (times[-1] - times[0]))
-            num_steps = max(num_evaluations, num_steps - num_steps % num_evaluations)
-            model.load_state_dict(initial)
-        uncounted = time.monotonic() - begin_timing
-        make_trainer(folder, num_steps, [Evaluations()]).train()
-    Evaluations.found[-1]['loss'] = loss()
-    return Evaluations.found
+        # The Trainer's own does not scale updates by the parameters.
+        trainer.optimizer = transformers.Adafactor(
+            model.parameters(), lr=LEARNING_RATE, scale_parameter=True, relative_step=False
+        )
+        trainer.train()
+    if seconds:
+        return (len(times) - 1) / (times[-1] - times[0])
+    return found
 
 
 if __name__ == '__main__':

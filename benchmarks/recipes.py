@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import main_runs
+import turns
 from absl import app, flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -174,8 +175,7 @@ def main(argv: list[str]) -> None:
     folder = Path(FLAGS.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder)
-    print('| recipe | config | steps | minutes | score |')
-    print('|---|---|---|---|---|')
+    turns.print_header('recipe', 'config', 'steps', 'minutes', 'score')
     for name, recipe in RECIPES.items():
         if not re.search(FLAGS.only, name):
             continue
@@ -193,10 +193,8 @@ def main(argv: list[str]) -> None:
             cells.append(f'{re.split("[:/]", metric)[-1]} {describe(values)}')
         seconds = float((workdir / 'seconds').read_text())
         steps = max(int(path.name.partition('_')[2]) for path in workdir.glob('checkpoint_*'))
-        print(
-            f'| {name} | `{recipe.config}` | {steps:,} | {seconds / 60:.1f} | {"; ".join(cells)} |',
-            flush=True,
-        )
+        minutes = f'{seconds / 60:.1f}'
+        turns.print_row(name, f'`{recipe.config}`', f'{steps:,}', minutes, '; '.join(cells))
 
 
 def write_data(folder: Path) -> None:
@@ -235,7 +233,7 @@ def run(recipe: Recipe, workdir: Path, seed: int, folder: Path) -> None:
     """Run a recipe to its end. A run that is finished is not repeated."""
     if (workdir / 'seconds').exists():
         return
-    settings = {'seed': seed}
+    settings: dict[str, Any] = {'seed': seed}
     for key, value in recipe.settings.items():
         settings[key] = str(value).replace('{folder}', str(folder))
     command = main_runs.command(recipe.config, workdir, settings)

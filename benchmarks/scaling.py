@@ -1,24 +1,21 @@
 """How time and memory of a train step grow with batch, length, depth and vocabulary.
 
-    python benchmarks/scaling.py [--steps=3] [--axes=batch,length,...] [--points=7] [--svg=FILE]
+    python benchmarks/scaling.py [--axes=batch,length,...] [--steps=3]
 
 The model is T5 1.1 with half the width of small: embeddings 256, 4 heads of 64, MLP 512, 2 + 2 layers,
 8,192 ids, dropout 0.1, Adafactor, float32; a batch of 4 rows of 512 inputs and 128 targets. One of these
-is doubled from point to point, the others stay:
+grows from a first value to a last one, the others stay:
 
-    batch         2 to 32 rows
-    length        128 to 8,192 inputs, and a quarter of them targets; 1 row
-    no attention  the same lengths without attention's weights (no_attention.py): queries read a mean
-    depth         1 to 8 layers in the encoder and as many in the decoder
-    vocabulary    8,192 to 131,072 ids
-    local         2,048 to 16,384 inputs of LongT5 with local attention, and 128 targets; 1 row
-    global        the same with transient global tokens, one for each 16 inputs
+    batch       rows
+    length      inputs, and a quarter of them targets; 1 row
+    depth       layers in the encoder and as many in the decoder
+    vocabulary  ids
+    local       inputs of LongT5 with local attention, and 128 targets; 1 row
+    global      the same with transient global tokens, one for each 16 inputs
 
-Each point runs in a new process on one CPU device: the step is compiled, two steps are not counted, then
-`steps` are. Prints a line per point: seconds of a step, their median and range; the bytes of the
-compiled step as --mode=plan counts them (run/memory.py), state included; the largest memory of the process;
-and the seconds of compiling. Then the exponents of each axis: the slopes of the logarithms
-over the last two doublings, for local and global over all. Draws all of it to FILE. Where main.py
+Each value runs in a new process on one CPU device: the step is compiled, two steps are not counted, then
+`steps` are. Prints a row per axis: the median seconds of a step; its bytes as --mode=plan counts them
+(run/memory.py), state included; and the exponents of both, the slopes of their logarithms. Where main.py
 restarts itself with huge pages, so does this program.
 
 The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
@@ -28,13 +25,9 @@ such as the parameters, makes exponents smaller.
 
 import math
 import os
-import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +35,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-import chart
-import figure
 import jax
 import numpy as np
+import turns
 from absl import app, flags
 
 import partition
@@ -55,23 +47,13 @@ from modes import process
 from prepare import make_spec
 from run import memory
 
-AXES = {  # {name: the value of its first point}
-    'batch': 2,
-    'length': 128,
-    'no attention': 128,
-    'depth': 1,
-    'vocabulary': 8192,
-    'local': 2048,
-    'global': 2048,
-}
-NUM_POINTS = {
-    'batch': 5,
-    'length': 7,
-    'no attention': 7,
-    'depth': 4,
-    'vocabulary': 5,
-    'local': 4,
-    'global': 4,
+AXES = {  # {name: its first and last value}
+    'batch': (8, 32),
+    'length': (2048, 8192),
+    'depth': (2, 8),
+    'vocabulary': (32768, 131072),
+    'local': (2048, 16384),
+    'global': (2048, 16384),
 }
 # The attention of LongT5's encoder.
 LONG = {'local': 'local', 'global': 'transient_global'}
@@ -79,97 +61,33 @@ WARM_UP_STEPS = 2
 TARGETS_SHARE = 4  # inputs for each target
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer('steps', 3, 'Steps of each point that are measured.', lower_bound=1)
 flags.DEFINE_list('axes', list(AXES), f'Some of {", ".join(AXES)}.')
-flags.DEFINE_integer('points', 7, 'Most points of an axis, from its first.', lower_bound=3)
-flags.DEFINE_string('svg', 'scaling.svg', 'The figure.')
-flags.register_validator(
-    'axes', lambda axes: set(axes) <= AXES.keys(), f'use some of {", ".join(AXES)}'
-)
+flags.DEFINE_integer('steps', 3, 'Steps of each value that are measured.', lower_bound=1)
 
 
 class Point(NamedTuple):
     """What is measured for one value of an axis."""
 
-    value: int
-    seconds: list[float]  # per step
-    step_bytes: float  # as compiled
-    peak_bytes: int  # the process's
-    compile_seconds: float
+    seconds: float  # of a step, the median
+    gigabytes: float  # of the step as compiled
 
 
 def main(argv: list[str]) -> None:
-    print(
-        f'jax {jax.__version__}; {len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[0]:.1f}'
-    )
-    print_cells(['axis', 'value', 'seconds', 'min..max', 'step GB', 'process GB', 'compiling'])
-    found: dict[str, list[Point]] = {}
+    turns.print_conditions('jax')
+    turns.print_header('axis', 'values', 'seconds', 'GB', 'exponent of time', 'of memory')
     for axis in FLAGS.axes:
-        found[axis] = []
-        for i in range(min(FLAGS.points, NUM_POINTS[axis])):
-            point = in_new_process(measure, axis, AXES[axis] * 2**i, FLAGS.steps)
-            found[axis].append(point)
-            cells = [
-                axis,
-                f'{point.value:,}',
-                f'{statistics.median(point.seconds):.4g}',
-                f'{min(point.seconds):.4g}..{max(point.seconds):.4g}',
-                f'{point.step_bytes / 1e9:.3f}',
-                f'{point.peak_bytes / 1e9:.2f}',
-                f'{point.compile_seconds:.1f} s',
-            ]
-            print_cells(cells)
-    print()
-    print_cells(['axis', 'from', 'to', 'time', 'memory'])
-    for axis, points in found.items():
-        time_exponent = exponent(axis, points, seconds_of)
-        memory_exponent = exponent(axis, points, gigabytes_of)
-        cells = [
+        first, last = AXES[axis]
+        low: Point = turns.in_new_process(measure, axis, first, FLAGS.steps)
+        high: Point = turns.in_new_process(measure, axis, last, FLAGS.steps)
+        doublings = math.log2(last / first)
+        turns.print_row(
             axis,
-            f'{points[-1 - num_doublings(axis, points)].value:,}',
-            f'{points[-1].value:,}',
-            f'{time_exponent:.2f}',
-            f'{memory_exponent:.2f}',
-        ]
-        print_cells(cells)
-    if {'local', 'global'} <= found.keys():
-        for local, both in zip(found['local'], found['global'], strict=True):
-            share = 1 - seconds_of(local) / seconds_of(both)
-            print(f'Global tokens take {share:.0%} of a step on {local.value:,} inputs.')
-    Path(FLAGS.svg).write_text(draw(found))
-    print(f'The figure is in {FLAGS.svg}.')
-
-
-def in_new_process(function: Callable, *arguments: Any) -> Any:
-    with futures.ProcessPoolExecutor(1, get_context('spawn')) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def print_cells(cells: Sequence[str]) -> None:
-    padded = [cells[0].ljust(12)] + [cell.rjust(14) for cell in cells[1:]]
-    print(' '.join(padded), flush=True)
-
-
-def seconds_of(point: Point) -> float:
-    return statistics.median(point.seconds)
-
-
-def gigabytes_of(point: Point) -> float:
-    return point.step_bytes / 1e9
-
-
-def num_doublings(axis: str, points: Sequence[Point]) -> int:
-    """Return the doublings, the last of an axis, that its exponent is measured over."""
-    return len(points) - 1 if axis in LONG else 2
-
-
-def exponent(axis: str, points: Sequence[Point], quantity: Callable[[Point], float]) -> float:
-    """Return the slope of the logarithms over the last doublings of an axis."""
-    doublings = num_doublings(axis, points)
-    return math.log2(quantity(points[-1]) / quantity(points[-1 - doublings])) / doublings
-
-
-# Measuring.
+            f'{first:,} → {last:,}',
+            f'{low.seconds:.3g} → {high.seconds:.3g}',
+            f'{low.gigabytes:.2f} → {high.gigabytes:.2f}',
+            f'{math.log2(high.seconds / low.seconds) / doublings:.2f}',
+            f'{math.log2(high.gigabytes / low.gigabytes) / doublings:.2f}',
+        )
 
 
 def config_of(axis: str, value: int) -> Any:
@@ -189,7 +107,7 @@ def config_of(axis: str, value: int) -> Any:
     config.data.lengths.update(inputs=512, targets=512 // TARGETS_SHARE)
     if axis == 'batch':
         config.train.batch_size = value
-    elif axis in ('length', 'no attention'):
+    elif axis == 'length':
         config.train.batch_size = 1
         config.data.lengths.update(inputs=value, targets=value // TARGETS_SHARE)
     elif axis in LONG:
@@ -201,8 +119,6 @@ def config_of(axis: str, value: int) -> Any:
         config.model.update(num_encoder_layers=value, num_decoder_layers=value)
     else:
         config.model.vocab_size = value
-    if axis == 'no attention':
-        config.model.module = str(Path(__file__).with_name('no_attention.py'))
     return config
 
 
@@ -210,9 +126,7 @@ def measure(axis: str, value: int, num_steps: int) -> Point:
     """Take some steps of a point on random ids."""
     config = config_of(axis, value)
     spec = make_spec(config, devices=jax.devices()[:1])
-    began = time.perf_counter()
     train_step = train.compile_step(spec)
-    compile_seconds = time.perf_counter() - began
     rng = np.random.default_rng(0)
     batch = {}
     for name, length in spec.feature_lengths.items():
@@ -231,42 +145,9 @@ def measure(axis: str, value: int, num_steps: int) -> Point:
         seconds.append(time.perf_counter() - began)
     assert metrics['finite']
     return Point(
-        value=value,
-        seconds=seconds[WARM_UP_STEPS:],
-        step_bytes=memory.step_bytes(train_step, spec.mesh, 0),
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        compile_seconds=compile_seconds,
+        seconds=statistics.median(seconds[WARM_UP_STEPS:]),
+        gigabytes=memory.step_bytes(train_step, spec.mesh, 0) / 1e9,
     )
-
-
-# The figure.
-
-
-def draw(found: Mapping[str, Sequence[Point]]) -> str:
-    """Return an SVG: time to the left and memory to the right, a row for each axis."""
-    rows = []
-    for axis in found:
-        if axis == 'no attention' and 'length' in found:
-            continue
-        row = []
-        for column, quantity in enumerate((seconds_of, gigabytes_of)):
-            curves = [make_curve(axis, found[axis], quantity, 'first')]
-            title = f'{"GB" if column else "seconds"} of a step, by {axis}'
-            if axis == 'length' and 'no attention' in found:
-                without = found['no attention']
-                curves.append(make_curve('no attention', without, quantity, 'second'))
-            drawing = chart.draw(curves, is_logarithmic=True)
-            row.append(figure.Panel(title, drawing))
-        rows.append(row)
-    return figure.svg(rows)
-
-
-def make_curve(
-    axis: str, points: Sequence[Point], quantity: Callable[[Point], float], css_class: str
-) -> chart.Curve:
-    """Return a curve whose name ends with its exponent."""
-    name = f'{axis} {exponent(axis, points, quantity):.2f}'
-    return chart.Curve(name, css_class, [chart.Point(x.value, quantity(x)) for x in points])
 
 
 if __name__ == '__main__':

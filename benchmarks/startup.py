@@ -1,4 +1,4 @@
-"""How long main.py takes until its first step, and how large its environment is.
+"""How long main.py takes until its first step.
 
     python benchmarks/startup.py [--rounds=3]
 
@@ -7,27 +7,25 @@ Python, as a user does, each time with a new workdir, and ends it where the firs
 `cold` with an empty compilation cache and no vocabulary, `warm` with those of the cold start. Before
 that the modules of training are imported in a new process, whose files Python has compiled.
 
-Prints medians and the range of the rounds, and the size of the packages that setup.py asks for.
+Prints medians and the range of the rounds, in seconds.
 
-The goals: import in at most 0.7 s, warm in at most 8 s, 1.2 GB.
+The goals: import in at most 0.7 s, warm in at most 8 s.
 """
 
 import os
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 
+import turns
 from absl import app, flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer('rounds', 3, 'How often each start is measured.', lower_bound=1)
 
-DTYPES = ('bfloat16', 'float32')
+DTYPES = ('float32', 'bfloat16')
 ROOT = Path(__file__).resolve().parents[1]
 IMPORT = 'import time; began = time.time(); import train, prepare; print(time.time() - began)'
 # Run main.py up to its first step.
@@ -53,9 +51,10 @@ FLAGS_OF_START = [
 
 
 def main(argv: list[str]) -> None:
-    print(f'{len(os.sched_getaffinity(0))} cores, load average {os.getloadavg()[0]:.1f}')
-    imports = [float(run(IMPORT).stdout) for _ in range(FLAGS.rounds + 1)]
-    report('import', imports[1:])
+    turns.print_conditions('jax')
+    turns.print_header('', 'cold', 'warm')
+    imports = [float(output_of(IMPORT)) for _ in range(FLAGS.rounds + 1)]
+    turns.print_row('imports', '', turns.spread(imports[1:]))
     for dtype in DTYPES:
         cold = []
         warm = []
@@ -64,23 +63,7 @@ def main(argv: list[str]) -> None:
                 cold.append(seconds_to_first_step(folder, 'cold', dtype, ''))
                 vocabulary = f'{folder}/cold/vocabulary.model'
                 warm.append(seconds_to_first_step(folder, 'warm', dtype, vocabulary))
-        report(f'cold, {dtype}', cold)
-        report(f'warm, {dtype}', warm)
-    size = 0
-    names = required('t5-haiku', set())
-    for name in names:
-        for file in metadata.distribution(name).files or []:
-            path = Path(file.locate())
-            if path.is_file():
-                size += path.stat().st_size
-    print(f'environment: {len(names)} packages, {size / 1e9:.2f} GB')
-
-
-def report(name: str, seconds: list[float]) -> None:
-    print(
-        f'{name}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})',
-        flush=True,
-    )
+        turns.print_row(f'first step, {dtype}', turns.spread(cold), turns.spread(warm))
 
 
 def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -> float:
@@ -91,16 +74,16 @@ def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -
         f'--config.model.dtype={dtype}',
     ]
     began = time.time()
-    return float(run(START, *FLAGS_OF_START, *arguments, cache=folder).stdout.split()[-1]) - began
+    return float(output_of(START, *FLAGS_OF_START, *arguments, cache=folder)) - began
 
 
-def run(program: str, *arguments: str, cache: str = '') -> subprocess.CompletedProcess[str]:
-    """Run a program of Python in the folder of main.py; `cache`: of compiled programs."""
+def output_of(program: str, *arguments: str, cache: str = '') -> str:
+    """Run a program in the folder of main.py. Return its last line. `cache`: of compiled programs."""
     environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
     environment.pop('PYTHONDONTWRITEBYTECODE', None)  # else each start compiles our files
     if cache:
         environment['XDG_CACHE_HOME'] = cache
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, '-c', program, *arguments],
         cwd=ROOT,
         env=environment,
@@ -108,22 +91,7 @@ def run(program: str, *arguments: str, cache: str = '') -> subprocess.CompletedP
         check=True,
         text=True,
     )
-
-
-def required(name: str, found: set[str]) -> set[str]:
-    """Return the names of the distributions that `name` needs, without its extras, and `found`."""
-    for requirement in metadata.requires(name) or []:
-        other = re.match(r'[\w.-]+', requirement)
-        assert other is not None
-        if 'extra ==' in requirement or other[0] in found:
-            continue
-        try:
-            metadata.distribution(other[0])
-        except metadata.PackageNotFoundError:  # for another Python or system
-            continue
-        found.add(other[0])
-        required(other[0], found)
-    return found
+    return done.stdout.splitlines()[-1]
 
 
 if __name__ == '__main__':
