@@ -27,13 +27,35 @@ from sources.templates import fields_named, remedy_of_slots, templates_of
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
-# Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
-JSON = json.JSONDecoder(parse_constant=lambda name: None)
 # A field as csv.writer, pandas and Excel quote it.
 QUOTED = re.compile(r'"[^"]*(""[^"]*)*"')
 QUOTED_TSV = (
     "a field is quoted, as csv.writer, pandas and Excel do, and TSV keeps its quotes: set data.delimiter='tab' "
     'to read it by the rules of CSV'
+)
+
+
+class Number(float):
+    """A number of JSON whose text is that of its line: 1.50, 1e5, or 20 digits."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def number_of(text: str) -> float:
+    if text == '-0':
+        return Number(text)
+    return int(text)
+
+
+JSON = json.JSONDecoder(
+    parse_float=Number,
+    parse_int=number_of,
+    # Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
+    parse_constant=lambda name: None,
 )
 
 
@@ -124,7 +146,7 @@ class LineParser:
                     texts = {f'{field}/{i}': text for i, text in enumerate(value)}
                     fields[field] = [json_string(texts, x, self.remedy).strip() for x in texts]
                 elif self.templates and is_number(value):
-                    fields[field] = json.dumps(value)
+                    fields[field] = text_of_number(value)
                 else:
                     fields[field] = json_string(content, field, self.remedy).strip()
         return fields if any(fields.values()) else None
@@ -231,6 +253,12 @@ def fields_of_line(
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that JSON has: NaN and the infinities are missing values."""
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def text_of_number(value: Any) -> str:
+    if isinstance(value, Number):
+        return str(value)
+    return json.dumps(value)  # true, not True
 
 
 def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:

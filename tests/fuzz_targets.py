@@ -116,7 +116,10 @@ def read_lines(file: Path) -> None:
 def _check_json_lines(file: Path, records: list, whole: bool) -> None:
     """Compare the records with json's, line by line; NaN and Infinity are missing values."""
     content = file.read_bytes()
-    decoder = json.JSONDecoder(parse_constant=lambda name: None)
+    kinds: dict = {'parse_float': str, 'parse_int': str}  # the text of the line
+    if whole:
+        kinds = {'parse_int': lambda text: float(text) if text == '-0' else int(text)}
+    decoder = json.JSONDecoder(parse_constant=lambda name: None, **kinds)
     for record in records:
         offset = int(record.name.rpartition(':')[2])
         line = content[offset:].split(b'\n')[0]

@@ -117,6 +117,12 @@ EVEN = {
     'long.csv.gz': (TABLE + f'long,"{LONG}"\n', {}, sorted([*PAIRS, ('long', LONG)])),
     'long.tsv': (TABLE.replace(',', '\t') + f'long\t{LONG}', {}, sorted([*PAIRS, ('long', LONG)])),
     'numbers.jsonl': ('{"question": 7, "answer": 0.5, "n": [NaN, {"x": -Infinity}]}', {}, [('7', '0.5')]),
+    'literals.jsonl.gz': (
+        '{"question": 2.50, "answer": -0}\n{"question": -0.0E+3, "answer": 98765432109876543210}\n'
+        '{"question": 0.1234567890123456789, "answer": true}',
+        {},
+        [('-0.0E+3', '98765432109876543210'), ('0.1234567890123456789', 'true'), ('2.50', '-0')],
+    ),
 }  # fmt: skip
 # As csv.writer, pandas and Excel write them.
 NAMES = ['question', 'answer']
@@ -154,6 +160,12 @@ def test_numbers_that_json_does_not_have_are_missing(tmp_path):
     assert train(path, on_bad_line='skip', **QA) == sorted(set(PAIRS) - left_out)
     source = sources.open.open_source(make_config(files=str(path)), whole_records=True)
     assert [x.fields['answer'] for x in source.records('train')].count(None) == 3
+    source = sources.open.open_source(
+        make_config(files=str(write(tmp_path, 'c.jsonl', '{"answer": [6.0e1, -0]}'))),
+        whole_records=True,
+    )
+    [x, zero] = next(source.records('train')).fields['answer']
+    assert (f'{x} {zero}', x, zero) == ('6.0e1 -0', 60, 0)  # to own tasks, numbers
     content = '{"inputs": "q", "targets": NaN, "n": NaN}\n{"inputs": "r"}\n'
     examples = list(examples_of(write(tmp_path, 'b.jsonl', content), make_config()))
     assert [example.targets for example in examples] == [None, None]
