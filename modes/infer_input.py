@@ -311,8 +311,7 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
     try:
         with opened as file:
             for number, line in tables.whole_rows(tables.numbered_lines(file), kind):
-                encoding = 'utf-8-sig' if number == 1 else 'utf-8'
-                yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
+                yield number, line.decode('utf-8-sig').removesuffix('\n').removesuffix('\r')
     except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         rule = 'write it in UTF-8, or copy it again'
         raise Refused(f'line {number} of {title} cannot be read ({error}): {rule}') from None

@@ -4,6 +4,7 @@ The first row of a table names its columns. In CSV a field may be quoted, in TSV
 a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
+import codecs
 import contextlib
 import functools
 import gzip
@@ -115,7 +116,7 @@ class LineParser:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = self.kind_of(path)
         is_first = position < 2 and position == int(is_gzipped(path))
-        line = decoded(content, 'utf-8-sig' if is_first else 'utf-8')
+        line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
             return None
         if kind == 'text':
@@ -222,10 +223,10 @@ def is_quoted(line: str) -> bool:
     return bool(columns) and all(map(QUOTED.fullmatch, columns))
 
 
-def decoded(content: bytes, encoding: str, where: str = '') -> str:
+def decoded(content: bytes, where: str = '') -> str:
     """Return bytes as text."""
     try:
-        return content.decode(encoding)
+        return content.decode()
     except UnicodeDecodeError as error:
         raise Refused(f'byte {error.start + 1}{where} is not UTF-8; convert the file') from None
 
@@ -273,7 +274,7 @@ def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
 def as_json(value: Any, name: str = '') -> Any:
     """Return a value of Parquet, `name` in its record, as JSON has it."""
     if isinstance(value, bytes):
-        return decoded(value, 'utf-8', f' of field {name!r}')
+        return decoded(value, f' of field {name!r}')
     if isinstance(value, float) and not is_number(value):
         return None
     prefix = f'{name}/' if name else ''
@@ -305,7 +306,7 @@ def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[
     """Return the names of the columns in the first line of a table; those without a name are ''."""
     with named(f'line 1 of {title}'):
         if isinstance(line, bytes):
-            line = decoded(line, 'utf-8-sig')
+            line = decoded(line.removeprefix(codecs.BOM_UTF8))
         names = table_row(line, kind, delimiter)
     check_names(names, f'line 1 of {title}')
     return names

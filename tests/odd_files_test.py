@@ -1,9 +1,11 @@
 """Files that are not what their names say: each is refused once, and odd forms that are right are read."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import pathlib
 
 import pytest
@@ -81,6 +83,10 @@ ODD = {
     'parquet.csv': (b'PAR1' + bytes(99), None, {}),
     'gzipped.data': (gzip.compress(TABLE.encode()), None, {'kind': 'tsv'}),
     'pointer.jsonl': (LFS_POINTER, None, {}),
+    **{f'level {n}.tsv': (bz2.compress(TABLE.encode(), n), None, {}) for n in range(1, 10)},
+    'none.txt': (bz2.compress(b''), None, {}),
+    'a.csv': (lzma.compress(TABLE.encode(), lzma.FORMAT_ALONE), None, {}),
+    'b.jsonl': (lzma.compress(LINES.encode(), lzma.FORMAT_ALONE, preset=0), None, {}),
     'a.tar.gz': (b'a.csv'.ljust(257, b'\0') + b'ustar\x0000', None, {}),
     'a.pdf': (b'%PDF-1.7\n', None, {}),
     'utf-16.csv': (TABLE.encode('utf-16'), None, {}),
@@ -100,6 +106,7 @@ def test_files_that_are_not_what_their_names_say(tmp_path):
             train(path, **QA | settings)
         message = str(error.value)
         assert str(path) in message and '\n' not in message, name
+        assert 'level' not in name or 'compressed by bzip2' in message, message
         assert line is None or f'line {line} of ' in message, message
 
 
@@ -111,6 +118,8 @@ EVEN = {
     'qa.1': (LINES, {'kind': 'jsonl'}, PAIRS),
     'windows.csv': (TABLE.replace('\n', '\r\n').removesuffix('\r\n'), {}, PAIRS),
     'bom.csv': ('\ufeff' + TABLE, {}, PAIRS),
+    'joined.jsonl': ('\ufeff' + LINES[:99].replace('\n', '\n\ufeff') + LINES[99:], {}, PAIRS),
+    'joined.tsv': (TABLE.replace(',', '\t').replace('\n', '\n\ufeff').rstrip('\ufeff'), {}, PAIRS),
     'bom.jsonl.gz': ('\ufeff' + LINES, {}, PAIRS),
     'spaces.csv': (TABLE.replace(',', ' , ').replace('a5', ' "a5"'), {}, PAIRS),
     'no names.csv': (TABLE.replace('\n', ',,\n'), {}, PAIRS),

@@ -191,6 +191,7 @@ ROWS = [
     (f'{TINY} --config.optimizer.name=sgd', 'optimizer.name'),
     (f'{TINY} --config.learning_rate.factors=constnt', 'constnt'),
     (f'{TINY} --config.learning_rate.factors=', 'learning_rate.factors'),
+    (f'{TINY} --config.learning_rate.base_learning_rate=0.0', 'base_learning_rate=0.0: must be above 0'),
     (f'{TINY} --config.loss.loss_normalizing_factor=SUM', 'loss.loss_normalizing_factor'),
     (f'{TINY} --config.loss.loss_normalizing_factor=nan', 'loss.loss_normalizing_factor'),
     (f"""{TINY} "--config.model.mlp_activations=('tanh',)" """, 'model.mlp_activations'),
