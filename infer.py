@@ -312,7 +312,8 @@ class T5:
         if isinstance(examples, str) or not len(examples):
             raise Refused(f'{name}={_shortened(examples)}: must be a list of texts or of ids')
         encoded = []
-        for i, example in enumerate(examples):
+        # Texts come last: an example that is neither text nor ids is the one to name.
+        for i, example in sorted(enumerate(examples), key=lambda item: isinstance(item[1], str)):
             ids = np.asarray(example)
             is_list = ids.ndim == 1 and (ids.dtype.kind in 'iu' or not ids.size)
             if not is_list or not (is_prompt or ids.any()):

@@ -29,7 +29,7 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         low = 'above' if self.low in self.without else 'at least'
         high = 'below' if self.high in self.without else 'at most'
-        if self.without == (0,):
+        if self.low < 0 and self.without:
             return f'{self.low}, or at least 1 and at most {self.high:,}'
         if self.high == LARGEST_FLOAT:
             return f'{low} {self.low:g} and finite'
@@ -49,6 +49,7 @@ STEPS_OR_NONE = Range(0, INT32_MAX)
 SIZE = Range(1, 2**20)
 LAYERS = Range(1, 1000)
 NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
+POSITIVE = Range(0, LARGEST_FLOAT, without=(0,))
 FRACTION = Range(0, 1)
 BELOW_ONE = Range(0, 1, without=(1,))
 DEVICES = Range(-1, 2**20, without=(0,))
@@ -313,7 +314,7 @@ def settings() -> ConfigDict:
     # decay_every, cosine_decay.
     config.learning_rate.factors = 'constant * rsqrt_decay'
     # Value of the factor constant.
-    config.learning_rate.base_learning_rate = Setting(1.0, NOT_NEGATIVE)
+    config.learning_rate.base_learning_rate = Setting(1.0, POSITIVE)
     # Steps of the warm-up.
     config.learning_rate.warmup_steps = Setting(10_000, STEPS)
     # Multiplier of decay_every, slope of linear_decay.

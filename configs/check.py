@@ -22,7 +22,7 @@ DELIMITER = re.compile(r'|tab|\\t|\t|[^\s"]')
 DELIMITER_RULE = "must be one character, no space and no quote, such as ';', or 'tab'"
 
 # data.references and data.weight: a slot alone.
-SLOT = re.compile(r'|\{[^{}]+\}')
+SLOT = re.compile(r'|\{([^{}]|\{[^{}]*\})+\}')
 
 
 class Needs(NamedTuple):

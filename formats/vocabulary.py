@@ -252,23 +252,27 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
 
     They follow its ids, but for those that are pieces, as transformers numbers them.
     """
-    tokens: list[str] = []
+    tokens: list[tuple[str, str]] = []  # with their places
     for entry in entries:
         if not isinstance(entry, str) or not entry.endswith('.txt'):
-            tokens.append(entry)
+            tokens.append((entry, 'data.added_tokens'))
             continue
         try:
-            tokens += paths.to_path(entry).read_bytes().decode().splitlines()
+            text = paths.to_path(entry).read_bytes().decode()
         except (OSError, ValueError) as error:
             reason = paths.reason(error)
             raise Refused(f'data.added_tokens={entry!r}: {reason}: name a file in UTF-8') from error
+        text = text.replace('\ufeff', '')  # byte order marks, also of files that were joined
+        for number, line in enumerate(text.splitlines(), start=1):
+            if line.strip():
+                tokens.append((line.rstrip(), f'data.added_tokens, line {number} of {entry},'))
     if tokens and not isinstance(vocabulary, SentencePieceVocabulary):
         raise Refused(f'data.added_tokens={tuple(entries)} with bytes: name a SentencePiece model')
     added: dict[str, int | None] = {}
-    for token in tokens:
+    for token, place in tokens:
         is_text = isinstance(token, str) and token.strip()
         if not is_text or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
-            raise Refused(f'data.added_tokens has {token!r}: must be a text, and no token of T5')
+            raise Refused(f'{place} has {token!r}: must be a text, and no token of T5')
         if token not in vocabulary.added_tokens:  # type: ignore[attr-defined]
             added[token] = None
     if not added:

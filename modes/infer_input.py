@@ -9,7 +9,6 @@ import contextlib
 import gzip
 import io
 import itertools
-import json
 import pickle
 import queue
 import sys
@@ -255,13 +254,13 @@ class FileExamples:
         return texts
 
     def filled(self, name: str, fields: Mapping) -> str:
-        """Return the inputs or targets of a line. Numbers are written as JSON writes them."""
+        """Return the inputs or targets of a line. Numbers are written as in the line, in Parquet as in JSON."""
         template = self.templates[name]
         values = {}
         for field in template.fields:
             value = value_at(fields, field)
             if tables.is_number(value):
-                values[field] = json.dumps(value)
+                values[field] = tables.text_of_number(value)
                 continue
             remedy = f'add it, or name others with --config.data.{name}'
             values[field] = tables.json_string(dict(fields), field, remedy=remedy)
@@ -312,8 +311,7 @@ def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]
     try:
         with opened as file:
             for number, line in tables.whole_rows(tables.numbered_lines(file), kind):
-                encoding = 'utf-8-sig' if number == 1 else 'utf-8'
-                yield number, line.decode(encoding).removesuffix('\n').removesuffix('\r')
+                yield number, line.decode('utf-8-sig').removesuffix('\n').removesuffix('\r')
     except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         rule = 'write it in UTF-8, or copy it again'
         raise Refused(f'line {number} of {title} cannot be read ({error}): {rule}') from None

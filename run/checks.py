@@ -207,16 +207,15 @@ def compare_settings(
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
     defaults |= checkpoint.flatten({'model': {'options': options}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
+    remedy = f'another --workdir, with --config.restore.path={workdir} to begin with its parameters'
     if changes:
         raise Refused(
-            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or name another --workdir'
+            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or name {remedy}'
         )
     if is_other_text:
         files = json.loads((directory / 'data_files.json').read_bytes())
         changes_of_text = describe_changes([FileRecord(**file) for file in files], mixture.files)
-        raise Refused(
-            f'{workdir} holds a run on other text ({changes_of_text}): name another --workdir'
-        )
+        raise Refused(f'{workdir} holds a run on other text ({changes_of_text}), or name {remedy}')
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:

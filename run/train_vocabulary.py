@@ -75,7 +75,12 @@ def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
         )
     except RuntimeError as error:
         sizes = re.search(r'smaller than required_chars\. \d+ vs (\d+)', str(error))
-        least = sizes[1] if sizes else 4
+        least = int(sizes[1]) if sizes else 4
+        if num_pieces >= least:
+            raise Refused(
+                'no text is left to train a vocabulary from: add text, lower data.validation_fraction or '
+                'set data.vocabulary'
+            ) from error
         raise Refused(
             f'data.num_pieces={num_pieces} does not fit the text: use {least} or more, or more text'
         ) from error

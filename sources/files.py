@@ -63,20 +63,17 @@ def kind_of(path: str) -> str:
 def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> str:
     """Describe in one line how a run's files differ from today's, with the remedy. pydoc has no files."""
     if not old:
-        return "the run learned from a Python's documentation: name no files, or another --workdir"
+        return "the run learned from a Python's documentation: name no files"
     missing = without(old, new)
     added = without(new, old)
     if not missing and not added:
-        return 'tasks or rates of data.module changed: restore them, or name another --workdir'
+        return 'tasks or rates of data.module changed: restore them'
     old_names = {file.base_name for file in missing}
     new_names = {file.base_name for file in added}
     changes = [f'{file.path} (changed)' for file in added if file.base_name in old_names]
     changes += [f'{file.path} (missing)' for file in missing if file.base_name not in new_names]
     changes += [f'{file.path} (new)' for file in added if file.base_name not in old_names]
-    return (
-        f"the files do not hold what the run's held: {first_ten(changes)}: restore those files, or "
-        'name another --workdir'
-    )
+    return f"the files do not hold what the run's held: {first_ten(changes)}: restore those files"
 
 
 def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[FileRecord]:

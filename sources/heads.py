@@ -13,27 +13,24 @@ from messages import Refused
 from sources.files import is_gzipped
 
 HEAD_BYTES = 1 << 16  # read to find out what a file holds
-GZIP = b'\x1f\x8b'
 PARQUET = b'PAR1'
-TAR = b'ustar'  # not at the beginning
-TAR_OFFSET = 257
-# The first bytes of files that are not text: {bytes: (format, remedy)}.
+# The first bytes of files that are not text: {pattern: (format, remedy)}.
 FORMATS = {
-    GZIP: ('gzipped', 'gunzip it, or add .gz to its name'),
+    b'\x1f\x8b': ('gzipped', 'gunzip it, or add .gz to its name'),
     PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),
     paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
     b'PK\x03\x04': ('a zip archive, as .xlsx is', 'unzip it, or save the spreadsheet as CSV'),
     b'\xd0\xcf\x11\xe0': ('an old Office document', 'save it as CSV or as text'),
     b'%PDF-': ('PDF', 'convert it to text'),
-    b'BZh91AY': ('compressed by bzip2', 'decompress it, or gzip it'),
-    b'\xfd7zXZ': ('compressed by xz', 'decompress it, or gzip it'),
-    b'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
+    rb'BZh[1-9](1AY|\x17rE)': ('compressed by bzip2', 'decompress it, or gzip it'),
+    rb'\xfd7zXZ|\]\0\0': ('compressed by xz or lzma', 'decompress it, or gzip it'),
+    rb'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
     b'ARROW1': ('Arrow', 'write it as Parquet'),
     b'\xff\xff\xff\xff': (
         'an Arrow stream, as save_to_disk of datasets writes',
         "write it as Parquet, as datasets.Dataset.from_file(FILE).to_parquet('x.parquet') does",
     ),
-    TAR: ('a tar archive', 'unpack it, and name its files'),
+    b'.{257}ustar': ('a tar archive', 'unpack it, and name its files'),
     b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
     b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
     b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
@@ -74,8 +71,8 @@ def read_head(path: str, num_bytes: int | None = None) -> bytes:
 def check_head(title: str, kind: str, head: bytes) -> None:
     """Raise Refused if a file that begins with `head` is not read as what it is."""
     for mark, (what, remedy) in FORMATS.items():
-        offset = TAR_OFFSET if mark == TAR else 0
-        if head.startswith(mark, offset) and not (kind == 'parquet' and mark == PARQUET):
+        is_found = re.match(mark, head, re.DOTALL) is not None
+        if is_found and not (kind == 'parquet' and mark == PARQUET):
             raise Refused(f'{title} is {what}, not {kind}: {remedy}')
     if kind == 'parquet':
         return

@@ -4,6 +4,7 @@ The first row of a table names its columns. In CSV a field may be quoted, in TSV
 a table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
+import codecs
 import contextlib
 import functools
 import gzip
@@ -27,13 +28,35 @@ from sources.templates import fields_named, remedy_of_slots, templates_of
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
-# Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
-JSON = json.JSONDecoder(parse_constant=lambda name: None)
 # A field as csv.writer, pandas and Excel quote it.
 QUOTED = re.compile(r'"[^"]*(""[^"]*)*"')
 QUOTED_TSV = (
     "a field is quoted, as csv.writer, pandas and Excel do, and TSV keeps its quotes: set data.delimiter='tab' "
     'to read it by the rules of CSV'
+)
+
+
+class Number(float):
+    """A number of JSON whose text is that of its line: 1.50, 1e5, or 20 digits."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def number_of(text: str) -> float:
+    if text == '-0':
+        return Number(text)
+    return int(text)
+
+
+JSON = json.JSONDecoder(
+    parse_float=Number,
+    parse_int=number_of,
+    # Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
+    parse_constant=lambda name: None,
 )
 
 
@@ -93,7 +116,7 @@ class LineParser:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = self.kind_of(path)
         is_first = position < 2 and position == int(is_gzipped(path))
-        line = decoded(content, 'utf-8-sig' if is_first else 'utf-8')
+        line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
             return None
         if kind == 'text':
@@ -124,7 +147,7 @@ class LineParser:
                     texts = {f'{field}/{i}': text for i, text in enumerate(value)}
                     fields[field] = [json_string(texts, x, self.remedy).strip() for x in texts]
                 elif self.templates and is_number(value):
-                    fields[field] = json.dumps(value)
+                    fields[field] = text_of_number(value)
                 else:
                     fields[field] = json_string(content, field, self.remedy).strip()
         return fields if any(fields.values()) else None
@@ -200,10 +223,10 @@ def is_quoted(line: str) -> bool:
     return bool(columns) and all(map(QUOTED.fullmatch, columns))
 
 
-def decoded(content: bytes, encoding: str, where: str = '') -> str:
+def decoded(content: bytes, where: str = '') -> str:
     """Return bytes as text."""
     try:
-        return content.decode(encoding)
+        return content.decode()
     except UnicodeDecodeError as error:
         raise Refused(f'byte {error.start + 1}{where} is not UTF-8; convert the file') from None
 
@@ -233,6 +256,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
+def text_of_number(value: Any) -> str:
+    if isinstance(value, Number):
+        return str(value)
+    return json.dumps(value)  # true, not True
+
+
 def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
     """Yield the JSON objects among some lines."""
     for line in lines:
@@ -245,7 +274,7 @@ def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
 def as_json(value: Any, name: str = '') -> Any:
     """Return a value of Parquet, `name` in its record, as JSON has it."""
     if isinstance(value, bytes):
-        return decoded(value, 'utf-8', f' of field {name!r}')
+        return decoded(value, f' of field {name!r}')
     if isinstance(value, float) and not is_number(value):
         return None
     prefix = f'{name}/' if name else ''
@@ -277,7 +306,7 @@ def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[
     """Return the names of the columns in the first line of a table; those without a name are ''."""
     with named(f'line 1 of {title}'):
         if isinstance(line, bytes):
-            line = decoded(line, 'utf-8-sig')
+            line = decoded(line.removeprefix(codecs.BOM_UTF8))
         names = table_row(line, kind, delimiter)
     check_names(names, f'line 1 of {title}')
     return names

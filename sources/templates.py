@@ -1,9 +1,12 @@
 """Templates: texts with slots for the fields of a record."""
 
-import string
+import re
 from collections.abc import Mapping
 
 from messages import Refused
+
+# A literal, or a slot; the name in a slot may have braces in pairs.
+PART = re.compile(r'((?:\{\{|\}\}|[^{}])+)|\{((?:[^{}]|\{\{?[^{}]*\}\}?)+)\}')
 
 
 class Template:
@@ -11,25 +14,32 @@ class Template:
 
     def __init__(self, key: str, text: str):
         self.key = key
-        self.parts: list[tuple[str, str | None]] = []  # a literal, and the field after it
         try:
             text.encode()  # the system gives what is not UTF-8 as half surrogate pairs
-            for literal, field, spec, conversion in string.Formatter().parse(text):
-                if field == '' or spec or conversion:
-                    raise ValueError('a slot is {FIELD} and nothing else')
-                self.parts.append((literal, field))
-        except ValueError as error:
-            raise Refused(f'{key}={text!r}: {error}; write {{{{ for a brace') from None
-        self.fields = [field for _, field in self.parts if field is not None]
+        except UnicodeEncodeError as error:
+            raise Refused(f'{key}={text!r}: {error}; write it in UTF-8') from None
+        if PART.sub('', text):
+            raise Refused(
+                f'{key}={text!r}: a brace without its pair: write {{{{ for a brace, {{FIELD}} for a slot; '
+                'rename a column with such a brace'
+            )
+        self.parts: list[tuple[str, str]] = []  # a literal or a field; the other is ''
+        for literal, field in PART.findall(text):
+            self.parts.append((single_braces(literal), single_braces(field)))
+        self.fields = [field for _, field in self.parts if field]
 
     def fill(self, fields: Mapping[str, str]) -> str:
         """Return the text with the fields of a record in its slots."""
         texts = []
         for literal, field in self.parts:
             texts.append(literal)
-            if field is not None:
+            if field:
                 texts.append(fields[field])
         return ''.join(texts)
+
+
+def single_braces(text: str) -> str:
+    return text.replace('{{', '{').replace('}}', '}')
 
 
 def templates_of(config) -> dict[str, Template]:

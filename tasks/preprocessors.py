@@ -291,7 +291,9 @@ def mark_word(sentence: str, index: int) -> str:
     """Return a sentence with stars around one of its words, and not around the mark after it."""
     words = sentence.split(' ')
     word = words[index]
-    if word[-1:] in ('.', ',', '!', '?'):
+    if not word:
+        raise Refused(f'two spaces precede a word of {sentence!r:.60}: remove one')
+    if word[-1] in ('.', ',', '!', '?'):
         words[index] = f'*{word[:-1]}* {word[-1]}'
     else:
         words[index] = f'*{word}*'

@@ -31,13 +31,13 @@ import csv
 import functools
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sources import NO_SPLIT
 from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, PostprocessFn, Rate, Task, proportional
-from tasks.postprocessors import string_label_to_class_id
+from tasks.postprocessors import string_label_to_class_id, string_to_float
 from tasks.preprocessors import Fields
 
 P3 = 'the folder data/{} of huggingface.co/datasets/bigscience/P3'
@@ -269,13 +269,22 @@ def rank_classification(text: str, example: Fields, is_target: bool = False) -> 
     return (int(index), int(choice)), is_correct, float(example.get('weight', 1.0)), num_ids
 
 
+def spearman_corrcoef(
+    targets: Sequence[str | int], predictions: Sequence[str | int]
+) -> metrics.Values:
+    """Return the correlation of ratings, classes or texts. Differs from T0, which fails if a text is no number: it is -1."""
+    of_targets = [string_to_float(str(target)) for target in targets]
+    of_predictions = [string_to_float(str(prediction)) for prediction in predictions]
+    return metrics.spearman_corrcoef(of_targets, of_predictions)
+
+
 # promptsource's names of metrics. What it calls 'Other' T0 takes for accuracy.
 METRICS: dict[str, MetricFn] = {
     'Accuracy': metrics.accuracy,
     'BLEU': metrics.bleu,
     'Other': metrics.accuracy,
     'ROUGE': metrics.rouge,
-    'Spearman Correlation': metrics.spearman_corrcoef,
+    'Spearman Correlation': spearman_corrcoef,
     'Squad': metrics.squad,
 }
 # T5's metrics of data sets of GLUE and SuperGLUE.
@@ -289,13 +298,14 @@ CLASS_METRICS: dict[str, tuple[MetricFn, ...]] = {
 def metrics_of(prompt: Prompt) -> list[MetricFn]:
     """Return the metrics of the task whose targets are the right answer.
 
-    Differs from T0, whose metrics of GLUE and SuperGLUE, and whose correlation, fail if the answer is not a class.
+    Differs from T0, whose metrics of GLUE and SuperGLUE fail if the answer is not a class, and whose correlation
+    fails for a review. T0 has no metric of SuperGLUE's axg.
     """
     if prompt.num_classes and prompt.dataset in CLASS_METRICS:
         return list(CLASS_METRICS[prompt.dataset])
     found = []
     for name in prompt.metrics:
-        if name == 'Spearman Correlation' and not prompt.num_classes:
+        if name == 'Spearman Correlation' and prompt.name == 'generate_review':
             continue
         if METRICS[name] not in found:
             found.append(METRICS[name])

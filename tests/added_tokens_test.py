@@ -30,7 +30,9 @@ TOKENS = ('<sep>', 'new word', '[CLS]')
 
 def test_tokens_follow_the_ids_of_the_vocabulary(tmp_path):
     """As transformers numbers them: a piece keeps its id, and a token that is there twice has one."""
-    (tmp_path / 'tokens.txt').write_text('new word\n<sep>\n[CLS]\n')
+    # As editors write lists: byte order marks, blanks at the ends of lines, blank lines.
+    content = '\ufeffnew word \t\r\n\ufeff<sep>\r\n\u3000\r\n[CLS]\n\n \n'
+    (tmp_path / 'tokens.txt').write_bytes(content.encode())
     piece = GOOD.pieces[20]
     for entries in (('<sep>', str(tmp_path / 'tokens.txt')), ('<sep>', *TOKENS)):
         found = add_tokens(GOOD, (*entries, piece))
@@ -51,16 +53,18 @@ def test_tokens_follow_the_ids_of_the_vocabulary(tmp_path):
         )
 
 
-REFUSED = ['', ' ', '<extra_id_3>', '</s>', 3, '{}/nowhere.txt', '{}/latin.txt', '{}/blank.txt']
+REFUSED = ['', ' ', '<extra_id_3>', '</s>', 3, '{}/nowhere.txt', '{}/latin.txt']
 
 
 def test_tokens_that_are_refused(tmp_path):
     (tmp_path / 'latin.txt').write_bytes('é'.encode('latin-1'))
-    (tmp_path / 'blank.txt').write_text('<a>\n\n<b>\n')
     for entry in REFUSED:
         if isinstance(entry, str):
             entry = entry.replace('{}', str(tmp_path))
         assert_refused(partial(add_tokens, GOOD, ('<sep>', entry)), 'data.added_tokens')
+    (tmp_path / 'terms.txt').write_text('<a>\n\n<unk> \n')
+    refused = partial(add_tokens, GOOD, (str(tmp_path / 'terms.txt'),))
+    assert_refused(refused, f'line 3 of {tmp_path}/terms.txt')
     assert_refused(partial(add_tokens, ByteVocabulary(), ('<sep>',)), 'data.added_tokens')
 
 

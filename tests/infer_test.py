@@ -344,6 +344,7 @@ NO_INPUTS = [
     *(('inputs[0]', x) for x in (b'bytes', {'a': 1}, np.array([5, 6]), ['a', [5]])),
     *(('inputs[1]', [[5], x]) for x in ([1.5], [True], ['a'], [[5]], 5, {5, 6}, None)),
     *(('inputs[1]', [[5], x]) for x in ([], [0, 0], [-1], [384], [2**31], np.array([2**32 + 5]))),
+    *(('inputs[2]', ['a', 'b', x, 'c']) for x in (None, np.nan, b'c', 5)),
     ('inputs[1]', ['b', 'a' * 512]),  # too long
 ]
 

@@ -1,9 +1,11 @@
 """Files that are not what their names say: each is refused once, and odd forms that are right are read."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import pathlib
 
 import pytest
@@ -81,6 +83,10 @@ ODD = {
     'parquet.csv': (b'PAR1' + bytes(99), None, {}),
     'gzipped.data': (gzip.compress(TABLE.encode()), None, {'kind': 'tsv'}),
     'pointer.jsonl': (LFS_POINTER, None, {}),
+    **{f'level {n}.tsv': (bz2.compress(TABLE.encode(), n), None, {}) for n in range(1, 10)},
+    'none.txt': (bz2.compress(b''), None, {}),
+    'a.csv': (lzma.compress(TABLE.encode(), lzma.FORMAT_ALONE), None, {}),
+    'b.jsonl': (lzma.compress(LINES.encode(), lzma.FORMAT_ALONE, preset=0), None, {}),
     'a.tar.gz': (b'a.csv'.ljust(257, b'\0') + b'ustar\x0000', None, {}),
     'a.pdf': (b'%PDF-1.7\n', None, {}),
     'utf-16.csv': (TABLE.encode('utf-16'), None, {}),
@@ -100,6 +106,7 @@ def test_files_that_are_not_what_their_names_say(tmp_path):
             train(path, **QA | settings)
         message = str(error.value)
         assert str(path) in message and '\n' not in message, name
+        assert 'level' not in name or 'compressed by bzip2' in message, message
         assert line is None or f'line {line} of ' in message, message
 
 
@@ -111,12 +118,20 @@ EVEN = {
     'qa.1': (LINES, {'kind': 'jsonl'}, PAIRS),
     'windows.csv': (TABLE.replace('\n', '\r\n').removesuffix('\r\n'), {}, PAIRS),
     'bom.csv': ('\ufeff' + TABLE, {}, PAIRS),
+    'joined.jsonl': ('\ufeff' + LINES[:99].replace('\n', '\n\ufeff') + LINES[99:], {}, PAIRS),
+    'joined.tsv': (TABLE.replace(',', '\t').replace('\n', '\n\ufeff').rstrip('\ufeff'), {}, PAIRS),
     'bom.jsonl.gz': ('\ufeff' + LINES, {}, PAIRS),
     'spaces.csv': (TABLE.replace(',', ' , ').replace('a5', ' "a5"'), {}, PAIRS),
     'no names.csv': (TABLE.replace('\n', ',,\n'), {}, PAIRS),
     'long.csv.gz': (TABLE + f'long,"{LONG}"\n', {}, sorted([*PAIRS, ('long', LONG)])),
     'long.tsv': (TABLE.replace(',', '\t') + f'long\t{LONG}', {}, sorted([*PAIRS, ('long', LONG)])),
     'numbers.jsonl': ('{"question": 7, "answer": 0.5, "n": [NaN, {"x": -Infinity}]}', {}, [('7', '0.5')]),
+    'literals.jsonl.gz': (
+        '{"question": 2.50, "answer": -0}\n{"question": -0.0E+3, "answer": 98765432109876543210}\n'
+        '{"question": 0.1234567890123456789, "answer": true}',
+        {},
+        [('-0.0E+3', '98765432109876543210'), ('0.1234567890123456789', 'true'), ('2.50', '-0')],
+    ),
 }  # fmt: skip
 # As csv.writer, pandas and Excel write them.
 NAMES = ['question', 'answer']
@@ -154,6 +169,12 @@ def test_numbers_that_json_does_not_have_are_missing(tmp_path):
     assert train(path, on_bad_line='skip', **QA) == sorted(set(PAIRS) - left_out)
     source = sources.open.open_source(make_config(files=str(path)), whole_records=True)
     assert [x.fields['answer'] for x in source.records('train')].count(None) == 3
+    source = sources.open.open_source(
+        make_config(files=str(write(tmp_path, 'c.jsonl', '{"answer": [6.0e1, -0]}'))),
+        whole_records=True,
+    )
+    [x, zero] = next(source.records('train')).fields['answer']
+    assert (f'{x} {zero}', x, zero) == ('6.0e1 -0', 60, 0)  # to own tasks, numbers
     content = '{"inputs": "q", "targets": NaN, "n": NaN}\n{"inputs": "r"}\n'
     examples = list(examples_of(write(tmp_path, 'b.jsonl', content), make_config()))
     assert [example.targets for example in examples] == [None, None]

@@ -229,9 +229,15 @@ def test_a_corpus_may_move_and_a_vocabulary_may_not_change(corpus, tmp_path):
     config.data.vocabulary = 'bytes'
     with pytest.raises(Refused, match='vocabulary_hash: '):
         prepare(config, tmp_path / 'run')
+    config = small_config(str(moved))
+    config.update(seed=5)
+    config.optimizer.decay_rate = 0.9
+    remedy = f'--workdir, with --config.restore.path={tmp_path}/run'
+    with pytest.raises(Refused, match=f'optimizer/decay_rate: .* seed: 0 -> 5.*{remedy}'):
+        prepare(config, tmp_path / 'run')
     with open(moved, 'a') as file:
         file.write('one line more\n')
-    with pytest.raises(Refused, match='made_up.txt'):
+    with pytest.raises(Refused, match=f'made_up.txt.*{remedy}'):
         prepare(small_config(str(moved)), tmp_path / 'run')
 
 

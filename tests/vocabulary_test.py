@@ -314,7 +314,7 @@ LETTERS = ['some letters']
 # Settings, texts to train on, and the setting that is refused.
 REFUSED = [
     *[({'num_pieces': n}, LETTERS, f'data.num_pieces={n}') for n in (-1, 0, 10**12, 1, 4)],
-    *[({'num_pieces': 50}, texts, 'data.num_pieces=50') for texts in ([], ['  '])],
+    *[({'num_pieces': 50}, texts, 'no text is left') for texts in ([], ['  '])],
     *[({'extra_ids': n}, LETTERS, f'data.extra_ids={n}') for n in (-1, 10**9)],
     ({'extra_ids': -1, 'vocabulary': 'bytes'}, [], 'data.extra_ids=-1'),
     ({'vocabulary': 'bytes'}, [], 'model.vocab_size=300'),

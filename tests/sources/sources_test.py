@@ -23,6 +23,7 @@ from corpora import (
     write_text_files,
 )
 
+import configs.check
 import paths
 import sources.deal
 import sources.files
@@ -572,6 +573,25 @@ def test_tables_and_json_give_the_same_records(tmp_path, monkeypatch, suffix, mi
 def test_a_template_may_hold_braces():
     template = sources.templates.Template('data.inputs', '{{{a}}} {b c}{a}')
     assert template.fill({'a': '{1}', 'b c': '2'}) == '{{1}} 2{1}'
+
+
+def test_a_column_may_have_any_name(tmp_path):
+    names = ['label:0', ':', 'ok?!', '!r', 'x!s:>9', 'set{a}', 'set{}', 'rdf/a:b']
+    row = {name: f'value {i}' for i, name in enumerate(names)}
+    write_table(tmp_path / 'a.csv.gz', [row], names)
+    write_table(tmp_path / 'a.jsonl', [row])
+    pq.write_table(pyarrow.Table.from_pylist([row]), tmp_path / 'a.parquet')
+    text = ' '.join(f'{{{name}}}' for name in [*names, 'set{{a}}'])
+    for file in tmp_path.iterdir():
+        config = make_config(files=str(file), inputs=text, references='{set{a}}')
+        config.validation_fraction = 0.0
+        configs.check.check_value('data.references', config.references)
+        [record] = sources.open.open_source(config).records('train')
+        filled = sources.templates.templates_of(config)['inputs'].fill(record.fields)
+        assert filled == ' '.join([*row.values(), row['set{a}']])
+    for text in ('{', '}', '{a', 'a}', '{}', '{{}', '{a{}', '{a}}', '{a{b}'):
+        with pytest.raises(Refused, match='data.inputs='):
+            sources.templates.Template('data.inputs', text)
 
 
 @pytest.mark.parametrize('suffix', ['.jsonl', '.csv.gz', '.parquet'])

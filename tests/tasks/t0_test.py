@@ -86,11 +86,32 @@ def test_the_metrics():
         else:
             class_metrics = {'fn': 'mean_multiclass_f1'}
             expected = {class_metrics.get(metric, metric) for metric in names}
-            if num_choices is None:  # no class, no correlation
-                expected -= {'f1_score_with_invalid', 'spearman_corrcoef'}
+            if name == 'app_reviews_generate_review':  # a review is no number
+                expected -= {'spearman_corrcoef'}
+            if num_choices is None:
+                expected -= {'f1_score_with_invalid'}
                 if name.startswith('glue_'):
                     expected = {'bleu', 'rouge'}
             assert set(found) == (expected or {'accuracy'}), name
+
+
+@pytest.mark.parametrize(
+    'predictions, expected',
+    [
+        (['1', '3', '2', '4'], 80),  # 1 - 6 * 2 / (4 * 15)
+        (['5', '5', '2', '1'], -4.5 / 22.5**0.5 * 100),  # ranks 3.5, 3.5, 2, 1
+        (['awful', '2.0', '3', '10'], 100),  # no number is the lowest, as in T5's STS-B
+    ],
+)
+def test_the_correlation_of_ratings(predictions, expected):
+    task = ROWS['app_reviews_convert_to_rating']
+    texts = [task.postprocess(f' {text}\n') for text in predictions]
+    targets = [task.postprocess(str(i), is_target=True) for i in (1, 2, 3, 4)]
+    values = {}
+    for metric in task.metric_fns:
+        values |= metric(targets, texts)
+    assert values.keys() == {'accuracy', 'spearman_corrcoef'}
+    assert values['spearman_corrcoef'] == pytest.approx(expected)
 
 
 # From P3's layout to metrics.
@@ -322,10 +343,15 @@ def test_story_cloze_in_a_batch(module):
         Stream(opened, 'train', vocabulary, config, batch_size=2, seed=0)
 
 
-def test_a_prompt_that_draws_is_refused(module):
+@pytest.mark.parametrize('filter_name', ['choice', 'random'])
+def test_a_prompt_that_draws_is_refused(module, tmp_path, filter_name):
+    file = tmp_path / 'templates.yaml'
+    file.write_text(STORIES.replace('| choice', f'| {filter_name}'))
     config = make_config(task='story_cloze_2016_Draw', module=module)
     opened = tasks.open.open_mixture(config)
-    with pytest.raises(Refused, match="line [0-9] of .*stories.csv: .*'Draw'"):
+    with pytest.raises(
+        Refused, match=f"line [0-9] of .*stories.csv: .*'Draw'.*{filter_name} draws at random"
+    ):
         Stream(opened, 'validation', vocabularies.ByteVocabulary(), config, batch_size=1, seed=0)
 
 
