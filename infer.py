@@ -47,9 +47,6 @@ OPTIONS = tuple(field.name for field in dataclasses.fields(Decoding))
 NO_WORD = -2  # pads lists of words: no token is one
 EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
 
-HEADS = P(partition.BATCH_AXES, 'model')  # keys, values and logits_rv
-CACHE_SPECS = decode.Cache(P(), partition.BATCH, partition.BATCH, HEADS)  # type: ignore[arg-type]
-
 Array = NDArray | jax.Array
 Numbers = float | Sequence[float]
 Inputs = Sequence[str] | Sequence[Sequence[int]] | Sequence[Array] | Array
@@ -373,26 +370,20 @@ class T5:
         self,
         device_function: Callable,
         arrays: DecodingParameters,
-        out_specs: P | tuple = partition.BATCH,
-        *cache_specs: decode.Cache,  # of a third argument, which is donated
+        out_specs: P = partition.BATCH,
     ) -> jax.stages.Wrapped:
         """Return (parameters, batch) -> output: each process gets all rows, unless `out_specs` is given."""
         replicated = NamedSharding(self.mesh, P()) if out_specs == partition.BATCH else None
         mapped = jax.shard_map(
             functools.partial(device_function, self.config),
             mesh=self.mesh,
-            in_specs=(self._specs(arrays), partition.BATCH, *cache_specs),
+            in_specs=(self._specs(arrays), partition.BATCH),
             out_specs=out_specs,
         )
-        return jax.jit(mapped, out_shardings=replicated, donate_argnums=2 if cache_specs else ())
+        return jax.jit(mapped, out_shardings=replicated)
 
     def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
         return kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
-
-    def _with_columns(self, arrays: Parameters) -> DecodingParameters:
-        """Return parameters with the kernels of a step of decoding in the form that it reads fastest."""
-        dtypes = model.step_kernels(self.config, arrays)
-        return {**arrays, **kernels.for_decoding(self.mesh, arrays, dtypes)}
 
     def _rows(self, ids: Sequence[Ids], num_rows: int = 0) -> NDArray:
         """Return ids as int32 [rows, length], padded with 0 to sizes of `next_size`."""
@@ -492,7 +483,9 @@ def answer_batch(
     for name, words in t5._words_of(decoding).items():
         batch[name] = np.full((num_rows, *words.shape[1:]), NO_WORD, np.int32)
         batch[name][: len(examples)] = words  # one for all, or one for each
-    t5._decoding_arrays = t5._decoding_arrays or t5._with_columns(t5.arrays)
+    if not t5._decoding_arrays:  # with kernels in the form that a step of decoding reads fastest
+        dtypes = model.step_kernels(t5.config, t5.arrays)
+        t5._decoding_arrays = {**t5.arrays, **kernels.for_decoding(t5.mesh, t5.arrays, dtypes)}
     program = decoding.program
     if program not in t5._generators:
         answers = functools.partial(_answers, program)
@@ -583,24 +576,17 @@ def _encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
-def _start(
-    decoding: Decoding, room: int, config: T5Config, params: Parameters, inputs_bM: jax.Array
-) -> decode.Cache:
-    sizes = (room, decoding.num_decodes, decoding.beam_size > 1)
-    return model.apply(lambda: model.start_decoding(config, inputs_bM, *sizes), params)
-
-
-def _step(
-    config: T5Config, params: Parameters, tokens_r: jax.Array, cache: decode.Cache
-) -> tuple[jax.Array, decode.Cache]:
-    return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
-
-
 def _answers(
     decoding: Decoding, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
-    cache = _start(decoding, 0, config, params, batch['inputs_bM'])
-    return decode.decode(decoding, functools.partial(_step, config, params), cache, batch)
+    def start() -> decode.Cache:
+        has_beams = decoding.beam_size > 1
+        return model.start_decoding(config, batch['inputs_bM'], 0, decoding.num_decodes, has_beams)
+
+    def step(tokens_r: jax.Array, cache: decode.Cache) -> tuple[jax.Array, decode.Cache]:
+        return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+
+    return decode.decode(decoding, step, model.apply(start, params), batch)
 
 
 # The options of decoding.
