@@ -241,7 +241,8 @@ def test_several_answers_are_lists(tmp_path, loaded, monkeypatch, capsys):
     texts = list(map(vocabularies.ByteVocabulary().decode, tokens))
     answer = infer.Answer(tokens=tokens, texts=texts, scores=[-1.0, -2.0, -3.0])
     monkeypatch.setattr(infer, 'answer_batch', lambda *arguments: [answer])
-    do(CHANGES | {'decode.return_scores': True}, input=str(tmp_path / 'a.txt'), output_ids=True)
+    several = {'decode.return_scores': True, 'decode.beam_size': 3, 'decode.num_return': 3}
+    do(CHANGES | several, input=str(tmp_path / 'a.txt'), output_ids=True)
     found = json.loads(capsys.readouterr().out)
     del found['inputs']
     assert found == {
