@@ -431,8 +431,7 @@ def settings() -> ConfigDict:
     # newest in any case. 0 for all.
     config.save.keep = Setting(0, STEPS_OR_NONE)
     # The metric that tells which checkpoint is the best, as in metrics.jsonl: RUN/NAME, such as
-    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none. One that cannot exceed 0 is
-    # refused where higher values are better, as accuracy if the vocabulary changes all targets.
+    # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none.
     config.save.best_metric = ''
     # Which values of it are better: higher or lower.
     config.save.best_is = Setting('', choices=('higher', 'lower', ''))
