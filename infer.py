@@ -144,7 +144,7 @@ class T5:
         self._scores = self._compile(_scores, arrays)
         self._encodings = self._compile(_encodings, arrays)
         self._generators: dict[Decoding, jax.stages.Wrapped] = {}
-        self._words: tuple[Decoding, dict[str, NDArray]] = (Decoding(), {})  # the last ones
+        self._words: tuple[tuple, dict[str, NDArray]] = ((), {})  # the last ones, by their texts
 
     @property
     def arrays(self) -> Parameters:
@@ -344,8 +344,7 @@ class T5:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                'this process was forked after the model was loaded: JAX would hang. Load the model in a process '
-                "that multiprocessing.get_context('spawn') starts"
+                "forked after the model was loaded, JAX would hang: use multiprocessing.get_context('spawn')"
             )
 
     def _check_decoder(self) -> None:
@@ -362,8 +361,10 @@ class T5:
     # Programs and their arguments.
 
     def _words_of(self, decoding: Decoding) -> dict[str, NDArray]:
-        if self._words[0] != decoding or not self._words[1]:
-            self._words = (decoding, words_of(decoding, self.vocabulary, self.config.vocab_size))
+        texts = (decoding.bad_words, decoding.allowed, decoding.stop)
+        key = (*texts, decoding.max_length, self.vocabulary)
+        if self._words[0] != key:
+            self._words = (key, words_of(decoding, self.vocabulary, self.config.vocab_size))
         return self._words[1]
 
     def _compile(
@@ -632,9 +633,9 @@ def words_of(
     bad_words = [ids_of(f'bad_words[{i}]', text) for i, text in enumerate(decoding.bad_words)]
     stop = []
     for i, text in enumerate(decoding.stop):
-        if not text or not isinstance(text, str):
-            raise Refused(f'stop[{i}]={text!r}: must be text')
         [ids] = _encode(vocabulary, [text])
+        if not ids:
+            raise Refused(f'stop[{i}]={text!r}: must be text')
         assert vocabulary is not None
         # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop` finds
         # other occurrences.
