@@ -398,7 +398,9 @@ def restore(
     array. Parameters are cast to `dtype` if given. Refuses a damaged or untrusted array; warns of parameters with NaN
     or infinity.
     """
-    index = source if isinstance(source, Mapping) else read_index(source)
+    index = source
+    if not isinstance(index, Mapping):
+        index = read_index(index)
     num_threads = ARRAYS_IN_FLIGHT
     if not all(isinstance(leaf, (*IN_MEMORY, ZarrEntry)) for leaf in index.values()):
         num_threads = 1  # other formats read unsplit arrays: one at a time bounds the memory

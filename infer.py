@@ -254,9 +254,12 @@ class T5:
             scores_bn = np.full((len(found), num_return), -np.inf, np.float32)
             for i, answer in enumerate(found):
                 scores_bn[i, : len(answer.scores)] = answer.scores
-            scores = scores_bn[:, 0] if num_return == 1 else scores_bn
-            return Answers(texts, tokens, scores)
-        return texts if texts is not None and _are_texts(inputs) else tokens
+            if num_return == 1:
+                scores_bn = scores_bn[:, 0]
+            return Answers(texts, tokens, scores_bn)
+        if texts is not None and _are_texts(inputs):
+            return texts
+        return tokens
 
     # The user's values, as the model takes them.
 
@@ -282,7 +285,7 @@ class T5:
                 raise Refused(f'prompts[{i}] must have at most max_length ids, none of them 0')
             if decoding.allowed and len(prompt):
                 allowed_bnA = self._words_of(decoding)['allowed_bnA']
-                allowed_nA = allowed_bnA[i if decoding.is_allowed_per_input else 0]
+                allowed_nA = allowed_bnA[i % len(allowed_bnA)]
                 begins = allowed_nA[:, : len(prompt)]
                 if begins.shape[1] < len(prompt) or not (begins == prompt).all(axis=1).any():
                     raise Refused(f'prompts[{i}]: begins none of the answers that are allowed')
@@ -505,7 +508,9 @@ def answer_batch(
             for k, ids in enumerate(tokens):
                 text, tokens[k] = _before_stop(t5.vocabulary, ids, examples[i].prompt, decoding)
                 texts.append(text)
-        scores = scores_bn[i, best_first].tolist() if decoding.return_scores else []
+        scores = []
+        if decoding.return_scores:
+            scores = scores_bn[i, best_first].tolist()
         yield Answer(tokens, texts, scores)
 
 
@@ -514,7 +519,9 @@ def _before_stop(
 ) -> tuple[str, list[int]]:
     """Return the text of an answer up to the first stop text after its prompt, and its tokens."""
     text = vocabulary.decode(tokens)
-    start = len(vocabulary.decode(prompt)) if decoding.stop else 0
+    if not decoding.stop:
+        return text, tokens
+    start = len(vocabulary.decode(prompt))
     ends = [text.index(end, start) for end in map(str, decoding.stop) if end in text[start:]]
     if ends:
         text = text[: min(ends)]
@@ -642,16 +649,18 @@ def words_of(
         if vocabulary.decode(ids) == text:
             stop.append(ids)
         stop += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
+    lists = {'allowed': decoding.allowed}
+    if decoding.is_allowed_per_input:
+        lists = {f'allowed[{i}]': texts for i, texts in enumerate(decoding.allowed)}
     allowed = []
-    lists = decoding.allowed if decoding.is_allowed_per_input else (decoding.allowed,)
-    for i, texts in enumerate(lists):
-        of_input = f'[{i}]' if decoding.is_allowed_per_input else ''
+    for name, texts in lists.items():
+        if isinstance(texts, str):
+            texts = (texts,)
         rows = []
-        for k, text in enumerate((texts,) if isinstance(texts, str) else texts):
-            rows.append([*ids_of(f'allowed{of_input}[{k}]', text), EOS_ID])
+        for k, text in enumerate(texts):
+            rows.append([*ids_of(f'{name}[{k}]', text), EOS_ID])
             if len(rows[k]) > decoding.max_length:
-                name = f'allowed{of_input}[{k}]={text!r}'
-                raise Refused(f'{name}: set max_length={len(rows[k])} or more')
+                raise Refused(f'{name}[{k}]={text!r}: set max_length={len(rows[k])} or more')
         allowed.append(rows)
     return {
         'bad_words_bnW': _padded([bad_words], on_left=True),
@@ -667,8 +676,9 @@ def _padded(lists: Sequence[Sequence[Sequence[int]]], on_left: bool) -> NDArray:
     padded = np.full((len(lists), num_words, width), NO_WORD, np.int32)
     for b, rows in enumerate(lists):
         for n, ids in enumerate(rows):
-            padding = [-1] * (width - len(ids))
-            padded[b, n] = [*padding, *ids] if on_left else [*ids, *padding]
+            start = (width - len(ids)) * on_left
+            padded[b, n] = -1
+            padded[b, n, start : start + len(ids)] = ids
     return padded
 
 
