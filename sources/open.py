@@ -104,17 +104,9 @@ def files_source(
     check_disjoint(train, validation)
     check_files(parser, train + validation)
     num_bytes = sum(record.num_bytes for record in train or validation)
-    parts = {}
-    if train:
-        parts['train'] = open_files(train, parser)
-    if validation:
-        parts['validation'] = open_files(validation, parser)
-    files = [file for part in parts.values() for file in part.files]
-    content: list = sorted(file.content for file in files)
-    if (
-        isinstance(parts.get('train'), PlainFiles)
-        and sum(file.num_bytes for file in train) <= MAX_SMALL_BYTES
-    ):
+    trained = open_files(train, parser) if train else RecordsInMemory([])
+    content: list = sorted(file.content for file in train + validation)
+    if isinstance(trained, PlainFiles) and num_bytes <= MAX_SMALL_BYTES:
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
     if parser.kind:
         content.append(f'kind {parser.kind}')
@@ -126,9 +118,9 @@ def files_source(
         fingerprint=digest(content),
         validation_fraction=config.validation_fraction,
         bad_lines=parser.bad_lines,
-        train=parts.get('train', RecordsInMemory([])),
-        validation=parts.get('validation'),
-        files=tuple(files),
+        train=trained,
+        validation=open_files(validation, parser) if validation else None,
+        files=tuple(train + validation),
     )
 
 

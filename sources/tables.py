@@ -119,10 +119,8 @@ class LineParser:
         line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
             return None
-        if kind == 'text':
-            if '\0' in line:
-                raise Refused('it holds zero bytes: copy the file again')
-            return {self.text_field: line.strip()}
+        if kind == 'text' and '\0' in line:
+            raise Refused('it holds zero bytes: copy the file again')
         header: list[str] = []
         if kind in ('csv', 'tsv'):
             header = self.header(path)
@@ -133,7 +131,7 @@ class LineParser:
             if self.whole_records and '\\u' in line:
                 check_encodes(json.dumps(found, ensure_ascii=False))
             return self.fields_named_in(found)
-        fields = {field: found[field] for field in self.fields or found}
+        fields = {field: found[field].strip() for field in self.fields or found}
         return fields if any(fields.values()) else None
 
     def fields_named_in(self, content: dict) -> dict | None:
