@@ -25,7 +25,7 @@ from sources.files import (
     read_records,
 )
 from sources.gzipped import GzippedFiles
-from sources.heads import HEAD_BYTES, begins_with_json, check_head, read_head
+from sources.heads import HEAD_BYTES, check_head, read_head
 from sources.tables import LineParser, check_delimiter, objects_in
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
@@ -357,7 +357,11 @@ def check_file(parser: LineParser, file: FileRecord) -> bytes:
     check_head(path, kind, head)
     if kind == 'text':
         parser.check_columns(path, [parser.text_field])
-        if begins_with_json(head):
+        lines = head.splitlines()
+        if len(head) == HEAD_BYTES:
+            lines = lines[:-1]  # the last one is cut
+        lines = [line for line in lines if line.strip()][:20]
+        if lines and len(list(objects_in(lines))) == len(lines):
             logging.warning("%s is text of JSON lines: set data.kind='jsonl' to read a field", path)
     elif kind in ('csv', 'tsv') and head:
         parser.check_columns(path, parser.header(path))

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
-FILES_OF_A_DATA_SET = ('dataset_info.json', 'features.json')
 
 NUM_READERS = 128  # ArrayRecord files kept open
 BLOCKS_OF_LARGE_FILE = 1024
@@ -62,7 +61,7 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     if versions and not version:
         version = versions[-1]
     folder = root / path / version
-    files = [folder / file for file in FILES_OF_A_DATA_SET]
+    files = [folder / 'dataset_info.json', folder / 'features.json']
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         names = first_ten(prepared(root)) or 'none'
         raise Refused(
