@@ -103,8 +103,7 @@ class DataSet:
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
             self.file_format: str = info.file_format.value
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
-            self._features = info.features
-            self._splits = info.splits
+            self._info = info
         # ArrayRecord files are read from a disk.
         formats = list(SHARDS_OF_FORMAT) if isinstance(folder, Path) else ['tfrecord']
         if self.file_format not in formats:
@@ -124,7 +123,7 @@ class DataSet:
         """Return where the records of a split, or of slices of splits, are stored."""
         names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
         with any_error_named(f'{self.name} has the splits {names}'):
-            instructions = self._splits[expression].file_instructions
+            instructions = self._info.splits[expression].file_instructions
         if not instructions:
             raise Refused(f'no record of {self.name} is in it: name more of them')
         statuses = matching_files(f'{self.folder}/*')  # one request for all files
@@ -146,7 +145,7 @@ class DataSet:
 
         Without fields it decodes all features, and leaves floats as they are.
         """
-        features = self._features
+        features = self._info.features
         if not fields:
             return functools.partial(decode, features)
         values = []  # the first one of each feature, as 'answers/text/0'

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from sacrebleu.metrics import BLEU
 
 import sources.open
-from messages import Refused
+from messages import Refused, named
 from randomness import digest
 from sources import NO_SPLIT, Source
 from sources.templates import templates_of
@@ -139,29 +139,25 @@ def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
 def metrics_of(config: ConfigDict, of_texts: Mapping[str, MetricFn]) -> list[MetricFn]:
     """Return those of the metrics `of_texts` that data.metrics names."""
     found: dict[str, MetricFn] = {}
-    for given in filter(None, map(str.strip, config.metrics.split(','))):
-        name, colon, tokenizer = given.partition(':')
-        takes_tokenizer = name in ('bleu', 'rouge')
-        if name not in of_texts or name in found or (colon and not takes_tokenizer):
-            rule = f'use some of {", ".join(of_texts)}, each once, as bleu:zh and rouge:zh'
-            raise Refused(f'data.metrics={config.metrics!r}: {rule}')
-        found[name] = of_texts[name]
-        if colon:
+    with named(f'data.metrics={config.metrics!r}'):
+        for given in filter(None, map(str.strip, config.metrics.split(','))):
+            name, colon, tokenizer = given.partition(':')
+            takes_tokenizer = name in ('bleu', 'rouge')
+            if name not in of_texts or name in found or (colon and not takes_tokenizer):
+                names = ', '.join(of_texts)
+                raise Refused(f'use some of {names}, each once, as bleu:zh and rouge:zh')
+            found[name] = of_texts[name]
+            if not colon:
+                continue
+            if tokenizer not in BLEU.TOKENIZERS:
+                known = ', '.join(BLEU.TOKENIZERS)
+                raise Refused(f'{tokenizer!r} is no tokenizer: use one of {known}')
+            try:
+                BLEU(tokenize=tokenizer)
+            except (RuntimeError, OSError) as error:  # its packages or its model are missing
+                raise Refused(' '.join(str(error).split())) from error
             found[name] = functools.partial(found[name], tokenizer=tokenizer)
-            check_tokenizer(config.metrics, tokenizer)
     return list(found.values())
-
-
-def check_tokenizer(names: str, tokenizer: str) -> None:
-    """Refuse a tokenizer in data.metrics, `names`, that sacrebleu does not have or cannot open."""
-    if tokenizer not in BLEU.TOKENIZERS:
-        known = ', '.join(BLEU.TOKENIZERS)
-        raise Refused(f'data.metrics={names!r}: {tokenizer!r} is no tokenizer: use one of {known}')
-    try:
-        BLEU(tokenize=tokenizer)
-    except (RuntimeError, OSError) as error:  # its packages are missing, or its model is not there
-        reason = ' '.join(str(error).split())
-        raise Refused(f'data.metrics={names!r}: {reason}') from error
 
 
 def squad_of_one_answer(targets: Sequence[str], predictions: Sequence[str]) -> metrics.Values:
