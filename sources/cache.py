@@ -14,9 +14,7 @@ A colon in a task's name is a folder. Source: seqio/dataset_providers.py `_Cache
 seqio/utils.py. Imports no jax and no TensorFlow.
 """
 
-import bisect
 import functools
-import itertools
 import json
 import operator
 import os
@@ -236,20 +234,19 @@ def decode(content: bytes, split: Split) -> dict:
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
         kind = feature.WhichOneof('kind')
         values = getattr(feature, kind).value if kind else []
-        is_valid = not values or kind == info.stored_kind  # an empty list may be stored as any kind
         try:
-            example[name] = shaped(values, info) if is_valid else None
-        except (OverflowError, ValueError):
-            example[name] = None
-        if example[name] is None:
+            if values and kind != info.stored_kind:  # an empty list may be stored as any kind
+                raise ValueError(kind)
+            example[name] = shaped(values, info)
+        except (OverflowError, ValueError) as error:
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
-            )
+            ) from error
     return example
 
 
 def shaped(values: Sequence, info: FeatureInfo) -> Any:
-    """Return the values of a feature: an array, a list of texts, or a scalar; None for an integer that is cut off."""
+    """Return the values of a feature: an array, a list of texts, or a scalar. Raises ValueError for an integer that is cut off."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
         if info.shape:
@@ -259,7 +256,7 @@ def shaped(values: Sequence, info: FeatureInfo) -> Any:
         stored = np.array(values)
         array = stored.astype(info.dtype)
         if array.dtype.kind == 'i' and (array != stored).any():
-            return None
+            raise ValueError(array)
     array = array.reshape([-1 if size is None else size for size in info.shape])
     return array if info.shape else array.item()
 
@@ -434,9 +431,8 @@ class CachedIds(CachedRecords):
 
     def open_blocks(self) -> None:
         self.shards = [open_ids(name) for name in self.names]
-        sizes = [len(shard.entries) for shard in self.shards]
-        self.first_records = [0, *itertools.accumulate(sizes)]  # [files + 1]
-        self.num_records: int = self.first_records[-1]
+        self.divide(len(shard.entries) for shard in self.shards)
+        self.num_records: int = self.num_blocks  # as long as each is a block
         self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
         self.num_blocks = -(-self.num_records // self.records_per_block)
 
@@ -444,9 +440,8 @@ class CachedIds(CachedRecords):
         first = block * self.records_per_block
         records = []
         for number in range(first, min(first + self.records_per_block, self.num_records)):
-            file_index = bisect.bisect(self.first_records, number) - 1
+            file_index, i = self.locate(number)
             shard = self.shards[file_index]
-            i = number - self.first_records[file_index]
             records.append(self.bad_lines.record(shard.path, i, read_ids, shard, i))
         return records
 

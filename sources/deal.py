@@ -55,19 +55,8 @@ class Blocks(Part):
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
             records: list[Record | None] = []
             for found in self.read_all(blocks[start : start + BLOCKS_PER_POOL]):
-                records += blank_out(found, keep)
+                records += [x if x is not None and keep(x) else None for x in found]
             yield start // BLOCKS_PER_POOL, records
-
-
-def blank_out(
-    records: Iterable[Record | None], keep: Callable[[Record], bool]
-) -> Iterator[Record | None]:
-    """Yield the records, and None for those that `keep` refuses."""
-    for record in records:
-        if record is not None and keep(record):
-            yield record
-        else:
-            yield None
 
 
 class RecordsInMemory(Blocks):

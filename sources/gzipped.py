@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import sources.files
 from sources import Part, Record, Share
-from sources.deal import blank_out
 from sources.files import EMPTY_FILE, FileRecord
 from sources.heads import open_unzipped
 from sources.tables import LineParser, whole_rows
@@ -46,7 +45,7 @@ class GzippedFiles(Part):
             own_lines = itertools.islice(lines, pool * pool_lines, None)
             while True:
                 parsed = itertools.starmap(self.parse, itertools.islice(own_lines, pool_lines))
-                records = list(blank_out(parsed, keep))
+                records = [x if x is not None and keep(x) else None for x in parsed]
                 if not records:
                     break
                 yield round_number * POOLS_PER_ROUND + pool, records

@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import io
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -82,18 +81,3 @@ def check_head(title: str, kind: str, head: bytes) -> None:
         raise Refused(f"{title} has line ends of old Macs (CR): use `tr '\\r' '\\n'`")
     if kind == 'jsonl' and re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|[\[{][ \t\r]*\n)', head):
         raise Refused(f'{title} is JSON over many lines: write a record a line, as `jq -c .` does')
-
-
-def begins_with_json(head: bytes) -> bool:
-    """Return whether the first lines that are not blank, twenty at most, are JSON objects."""
-    lines = head.splitlines(keepends=True)
-    if len(head) == HEAD_BYTES:
-        lines = lines[:-1]  # the last one is cut
-    lines = [line for line in lines if line.strip()][:20]
-    for line in lines:
-        try:
-            if not isinstance(json.loads(line), dict):
-                return False
-        except (ValueError, RecursionError):
-            return False
-    return bool(lines)

@@ -25,7 +25,7 @@ from sources.files import (
     read_records,
 )
 from sources.gzipped import GzippedFiles
-from sources.heads import HEAD_BYTES, begins_with_json, check_head, read_head
+from sources.heads import HEAD_BYTES, check_head, read_head
 from sources.tables import LineParser, check_delimiter, objects_in
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
@@ -104,17 +104,9 @@ def files_source(
     check_disjoint(train, validation)
     check_files(parser, train + validation)
     num_bytes = sum(record.num_bytes for record in train or validation)
-    parts = {}
-    if train:
-        parts['train'] = open_files(train, parser)
-    if validation:
-        parts['validation'] = open_files(validation, parser)
-    files = [file for part in parts.values() for file in part.files]
-    content: list = sorted(file.content for file in files)
-    if (
-        isinstance(parts.get('train'), PlainFiles)
-        and sum(file.num_bytes for file in train) <= MAX_SMALL_BYTES
-    ):
+    trained = open_files(train, parser) if train else RecordsInMemory([])
+    content: list = sorted(file.content for file in train + validation)
+    if isinstance(trained, PlainFiles) and num_bytes <= MAX_SMALL_BYTES:
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
     if parser.kind:
         content.append(f'kind {parser.kind}')
@@ -126,9 +118,9 @@ def files_source(
         fingerprint=digest(content),
         validation_fraction=config.validation_fraction,
         bad_lines=parser.bad_lines,
-        train=parts.get('train', RecordsInMemory([])),
-        validation=parts.get('validation'),
-        files=tuple(files),
+        train=trained,
+        validation=open_files(validation, parser) if validation else None,
+        files=tuple(train + validation),
     )
 
 
@@ -365,7 +357,11 @@ def check_file(parser: LineParser, file: FileRecord) -> bytes:
     check_head(path, kind, head)
     if kind == 'text':
         parser.check_columns(path, [parser.text_field])
-        if begins_with_json(head):
+        lines = head.splitlines()
+        if len(head) == HEAD_BYTES:
+            lines = lines[:-1]  # the last one is cut
+        lines = [line for line in lines if line.strip()][:20]
+        if lines and len(list(objects_in(lines))) == len(lines):
             logging.warning("%s is text of JSON lines: set data.kind='jsonl' to read a field", path)
     elif kind in ('csv', 'tsv') and head:
         parser.check_columns(path, parser.header(path))

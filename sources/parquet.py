@@ -139,12 +139,8 @@ def integer_columns(
         in_files = list(filter(None, threads.map(read, files)))
         in_test_files = list(filter(None, threads.map(read, test_files)))
     integers = whole_beside_gaps(in_files)
-    test_integers = whole_beside_gaps(in_test_files)
-    for numbers in in_files:
-        test_integers |= numbers.whole
-    for numbers in in_files:
-        test_integers -= numbers.floats - integers
-    return integers, test_integers
+    test_integers = whole_beside_gaps(in_test_files).union(*[x.whole for x in in_files])
+    return integers, test_integers.difference(*[x.floats - integers for x in in_files])
 
 
 def whole_beside_gaps(in_files: Sequence[Numbers]) -> set[str]:
@@ -327,9 +323,13 @@ class ParquetFiles(Blocks):
         self.parser = parser
         self.bad_lines = parser.bad_lines
         self.columns: tuple[str, ...] = ()
-        for file in files:  # those of the first file that can be read
-            if not self.columns:
-                self.columns = self.columns_of_file(file.path)
+        for file in files:
+            footer = self.read_footer(file.path)
+            if footer is not None:  # the first file that can be read
+                fields = parser.fields or readable(footer)
+                named = [x if x in footer.names else x.split('/')[0] for x in fields]
+                self.columns = tuple(dict.fromkeys(named))
+                break
         self.files = files
         with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
             found = threads.map(self.row_groups_of_file, [file.path for file in files])
@@ -349,22 +349,18 @@ class ParquetFiles(Blocks):
         self.blocks_per_group = -(-num_rows // self.rows_per_block)
         self.divide(self.blocks_per_group)
 
-    def columns_of_file(self, name: str) -> tuple[str, ...]:
-        """Return the columns of a file that are read; none of a bad one that is skipped."""
+    def read_footer(self, name: str) -> Footer | None:
+        """Return the footer of a file; None of a bad one that is skipped."""
         try:
-            footer = read_footer(name, columns=())
+            return read_footer(name, self.columns)
         except DamagedFile as error:
             self.bad_lines.add(name, 0, str(error))
-            return ()
-        fields = self.parser.fields or readable(footer)
-        return tuple(dict.fromkeys(x if x in footer.names else x.split('/')[0] for x in fields))
+            return None
 
     def row_groups_of_file(self, name: str) -> list[RowGroup]:
         """Return the row groups of a file; none of a bad one that is skipped."""
-        try:
-            footer = read_footer(name, self.columns)
-        except DamagedFile as error:
-            self.bad_lines.add(name, 0, str(error))
+        footer = self.read_footer(name)
+        if footer is None:
             return []
         check_names(footer.names, name)
         slots = {field: re.sub(r'/\d+(?=/|$)', '/0', field) for field in self.parser.fields}
@@ -393,10 +389,9 @@ class ParquetFiles(Blocks):
             with damage_named('damaged'):
                 file = pyarrow.parquet.ParquetFile(stream)
                 batches = file.iter_batches(FIRST_ROWS, columns=self.columns, use_threads=False)
-                if self.bad_lines.action == 'stop' or file.metadata.num_rows <= FIRST_ROWS:
-                    return [
-                        row for batch in itertools.islice(batches, 1) for row in batch.to_pylist()
-                    ]
+                num_rows = file.metadata.num_rows
+                if num_rows and (self.bad_lines.action == 'stop' or num_rows <= FIRST_ROWS):
+                    return next(batches).to_pylist()
         return []
 
     def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:

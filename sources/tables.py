@@ -24,7 +24,7 @@ from messages import Refused, first_ten, named
 from sources import BadLine, BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
-from sources.templates import fields_named, remedy_of_slots, templates_of
+from sources.templates import fields_named, templates_of
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
@@ -72,7 +72,10 @@ class LineParser:
         self.bad_lines = bad_lines
         self.whole_records = whole_records
         self.fields = () if whole_records else fields_named(config)
-        self.remedy = remedy_of_slots(config)
+        keys = [template.key for template in self.templates.values()] or ['data.text_field']
+        if self.templates and config.weight:
+            keys.append('data.weight')
+        self.remedy = f'correct {" or ".join(keys)}'  # if a record does not fill a slot
         self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self._kinds: dict[str, str] = {}  # by file; every line asks for it
@@ -119,21 +122,20 @@ class LineParser:
         line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
             return None
-        if kind == 'text':
-            if '\0' in line:
-                raise Refused('it holds zero bytes: copy the file again')
-            return {self.text_field: line.strip()}
+        if kind == 'text' and '\0' in line:
+            raise Refused('it holds zero bytes: copy the file again')
         header: list[str] = []
         if kind in ('csv', 'tsv'):
             header = self.header(path)
-            if kind == 'tsv':
-                self.warn_if_quoted(path, position, line)
+            if kind == 'tsv' and not self.has_warned and '"' in line and is_quoted(line):
+                self.has_warned = True
+                logging.warning(BadLine(path, position, QUOTED_TSV, kind).describe())
         found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
         if kind == 'jsonl':
             if self.whole_records and '\\u' in line:
                 check_encodes(json.dumps(found, ensure_ascii=False))
             return self.fields_named_in(found)
-        fields = {field: found[field] for field in self.fields or found}
+        fields = {field: found[field].strip() for field in self.fields or found}
         return fields if any(fields.values()) else None
 
     def fields_named_in(self, content: dict) -> dict | None:
@@ -164,7 +166,12 @@ class LineParser:
             names: dict[str, None] = {}
             for record in records:
                 names |= dict.fromkeys(names_of_values(record))
-                missing_here -= {x for x in missing_here if self.is_filled(x, value_at(record, x))}
+                for field in list(missing_here):
+                    value = value_at(record, field)
+                    is_list = field == self.references and isinstance(value, list)
+                    is_written = self.templates and is_number(value)
+                    if is_list or is_written or isinstance(value, str):
+                        missing_here.remove(field)
                 if not missing_here:
                     break
             missing &= missing_here if names else set()
@@ -177,22 +184,10 @@ class LineParser:
                     f'{self.remedy} (null and NaN are missing values)'
                 )
 
-    def is_filled(self, field: str, value: Any) -> bool:
-        """Return whether a slot takes a value."""
-        if field == self.references and isinstance(value, list):
-            return True
-        return isinstance(value, str) or bool(self.templates and is_number(value))
-
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise Refused for a file without a column that the settings name."""
         remedy = f'{self.remedy}, data.kind (now {self.kind_of(path)!r}) or data.delimiter'
         check_columns(path, columns, self.fields, remedy)
-
-    def warn_if_quoted(self, path: str, position: int, line: str) -> None:
-        """Say of the first line of TSV with quoted fields how to read it. `position`: as of a call."""
-        if not self.has_warned and '"' in line and is_quoted(line):
-            self.has_warned = True
-            logging.warning(BadLine(path, position, QUOTED_TSV, 'tsv').describe())
 
 
 def delimiter_of(config) -> str:

@@ -61,14 +61,6 @@ def templates_of(config) -> dict[str, Template]:
     return {'inputs': Template('data.inputs', config.inputs), 'targets': targets}
 
 
-def remedy_of_slots(config) -> str:
-    """Return what to do about a slot that a record does not fill."""
-    keys = [template.key for template in templates_of(config).values()]
-    if keys and config.weight:
-        keys.append('data.weight')
-    return f'correct {" or ".join(keys) or "data.text_field"}'
-
-
 def fields_named(config) -> tuple[str, ...]:
     """Return the fields of a record that the settings name."""
     templates = templates_of(config)

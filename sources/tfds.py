@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 VERSION = re.compile(r'\d+\.\d+\.\d+')
 NAME = re.compile(rf'\w+(/[\w.+-]+)?(:{VERSION.pattern})?')
-FILES_OF_A_DATA_SET = ('dataset_info.json', 'features.json')
 
 NUM_READERS = 128  # ArrayRecord files kept open
 BLOCKS_OF_LARGE_FILE = 1024
@@ -62,7 +61,7 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     if versions and not version:
         version = versions[-1]
     folder = root / path / version
-    files = [folder / file for file in FILES_OF_A_DATA_SET]
+    files = [folder / 'dataset_info.json', folder / 'features.json']
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         names = first_ten(prepared(root)) or 'none'
         raise Refused(
@@ -104,8 +103,7 @@ class DataSet:
             self.name = ':'.join(info.full_name.rsplit('/', maxsplit=1))
             self.file_format: str = info.file_format.value
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
-            self._features = info.features
-            self._splits = info.splits
+            self._info = info
         # ArrayRecord files are read from a disk.
         formats = list(SHARDS_OF_FORMAT) if isinstance(folder, Path) else ['tfrecord']
         if self.file_format not in formats:
@@ -125,7 +123,7 @@ class DataSet:
         """Return where the records of a split, or of slices of splits, are stored."""
         names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
         with any_error_named(f'{self.name} has the splits {names}'):
-            instructions = self._splits[expression].file_instructions
+            instructions = self._info.splits[expression].file_instructions
         if not instructions:
             raise Refused(f'no record of {self.name} is in it: name more of them')
         statuses = matching_files(f'{self.folder}/*')  # one request for all files
@@ -147,7 +145,7 @@ class DataSet:
 
         Without fields it decodes all features, and leaves floats as they are.
         """
-        features = self._features
+        features = self._info.features
         if not fields:
             return functools.partial(decode, features)
         values = []  # the first one of each feature, as 'answers/text/0'

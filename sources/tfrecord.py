@@ -4,7 +4,6 @@ Numbers are little-endian.
 """
 
 import abc
-import contextlib
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,13 +40,12 @@ def record_offsets(path: str | Path) -> np.ndarray:
         return np.zeros(0, np.int64)
     offsets = []
     offset = 0
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(paths.open_file(str(path)))
+    with paths.open_file(str(path)) as file:
         content: bytes | mmap.mmap
         if paths.is_in_bucket(str(path)):
             content = file.read()
         else:
-            content = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         while offset < size:
             offsets.append(offset)
             length = length_in(content[offset : offset + HEADER_BYTES], path, offset)

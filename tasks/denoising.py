@@ -11,6 +11,7 @@ from data import first_of_spans
 from randomness import random_bits, random_fractions, random_integers
 
 NUM_RESERVED_IDS = 3  # pad, EOS and unknown are never drawn
+RANDOM_PROB = 0.1  # BERT's
 
 
 # Noise masks.
@@ -61,28 +62,15 @@ def permute_noise_tokens(tokens: np.ndarray, mask: np.ndarray, *key: int | str) 
     return permuted
 
 
-def noise_token_to_random_token(
-    tokens: np.ndarray, mask: np.ndarray, vocabulary_size: int, *key: int | str
-) -> np.ndarray:
-    """Replace each token of noise by a random id, but for pad, EOS and unknown."""
-    ids = random_integers(
-        tokens.shape, NUM_RESERVED_IDS, vocabulary_size, 'token', tokens.shape[1], *key
-    )
-    return np.where(mask, ids.astype(np.int32), tokens)
-
-
 def noise_token_to_random_token_or_sentinel(
     tokens: np.ndarray,
     mask: np.ndarray,
     vocabulary_size: int,
     sentinel_ids: np.ndarray,
     *key: int | str,
-    random_prob: float = 0.1,
 ) -> np.ndarray:
-    """Replace each token of noise by a random id, with probability `random_prob`, or the first sentinel."""
-    fractions = random_fractions(tokens.shape, 'token or sentinel', tokens.shape[1], *key)
-    return np.where(
-        fractions < random_prob,
-        noise_token_to_random_token(tokens, mask, vocabulary_size, *key),
-        noise_token_to_sentinel(tokens, mask, sentinel_ids),
-    )
+    """Replace each token of noise by a random id, with probability RANDOM_PROB, or the first sentinel."""
+    shape = tokens.shape
+    ids = random_integers(shape, NUM_RESERVED_IDS, vocabulary_size, 'token', shape[1], *key)
+    is_random = random_fractions(shape, 'token or sentinel', shape[1], *key) < RANDOM_PROB
+    return np.where(mask, np.where(is_random, ids.astype(np.int32), sentinel_ids[0]), tokens)

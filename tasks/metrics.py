@@ -10,10 +10,11 @@ t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are
 import itertools
 import math
 import numbers
+import operator
 import re
 import string
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,13 +86,11 @@ def rouge(
     """
     tokenize = BLEU(tokenize=tokenizer).tokenizer if tokenizer else None
 
-    def tokens_of(line: str) -> list[str]:
-        if tokenize is None:
-            return re.findall('[a-z0-9]+', line.lower())
-        return tokenize(line.lower()).split()
-
     def sentences_of(text: str) -> list[list[str]]:
-        return list(map(tokens_of, text.replace(' . ', ' .\n').split('\n')))
+        lines = text.lower().replace(' . ', ' .\n').split('\n')
+        if tokenize is None:
+            return [re.findall('[a-z0-9]+', line) for line in lines]
+        return [tokenize(line).split() for line in lines]
 
     target_sentences = []
     for target in targets:
@@ -315,16 +314,11 @@ def natural_questions(
     """
     is_correct = []
     for annotations, [group] in zip(targets, predictions, strict=True):
-        answer_sets = [normalized_set(answers) for answers in annotations if answers]
+        answer_sets = [set(map(normalize_squad, answers)) for answers in annotations if answers]
         if len(answer_sets) >= non_null_threshold:
-            is_correct.append(normalized_set(group) in answer_sets)
+            is_correct.append(set(map(normalize_squad, group)) in answer_sets)
     recall = mean_percent(is_correct) if is_correct else math.nan
     return {'recall': recall, 'golden_answers': len(is_correct)}
-
-
-def normalized_set(answers: Sequence[str]) -> set[str]:
-    """Return a group of answers, normalized as SQuAD's."""
-    return {normalize_squad(answer) for answer in answers}
 
 
 # Sequences.
@@ -452,17 +446,15 @@ def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) ->
     is_target = classes == 1
     labels = as_numbers(predictions)
     is_predicted = np.where(np.isin(labels, (0, 1)), labels == 1, ~is_target)
-    return {'f1': 100 * class_f1(is_target, is_predicted)}
+    return {'f1': 100 * class_f1(is_target, is_predicted, np.ones(len(classes)))}
 
 
 def multirc_f1_over_all_answers(
     targets: Sequence[Mapping], predictions: Sequence[Mapping]
 ) -> Values:
     """Return {'f1'} of `f1_score_with_invalid` over the field 'value' of each answer (MultiRC)."""
-    return f1_score_with_invalid(
-        targets=[target['value'] for target in targets],
-        predictions=[prediction['value'] for prediction in predictions],
-    )
+    values_of = operator.itemgetter('value')
+    return f1_score_with_invalid(list(map(values_of, targets)), list(map(values_of, predictions)))
 
 
 def mean_multiclass_f1(num_classes: int) -> Metric:
@@ -475,7 +467,8 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
         classes = np.arange(num_classes)
         is_target = as_numbers(targets)[:, None] == classes[None]
         is_predicted = as_numbers(predictions)[:, None] == classes[None]
-        return {f'mean_{num_classes}class_f1': mean_class_f1(is_target, is_predicted)}
+        weights = np.ones(len(targets))
+        return {f'mean_{num_classes}class_f1': mean_class_f1(is_target, is_predicted, weights)}
 
     return metric
 
@@ -519,12 +512,8 @@ def areas_under_curves(is_positive: np.ndarray, scores: np.ndarray, weights: np.
     return {'auc-roc': area, 'auc-pr': average_precision}
 
 
-def class_f1(
-    is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray | None = None
-) -> float:
+def class_f1(is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray) -> float:
     """Return the F1 of a class, from 0 to 1. All arrays are [examples]."""
-    if weights is None:
-        weights = np.ones(len(is_target))
     return f_measure(
         num_common=weights @ (is_target & is_predicted),
         num_targets=weights @ is_target,
@@ -532,9 +521,7 @@ def class_f1(
     )
 
 
-def mean_class_f1(
-    is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray | None = None
-) -> float:
+def mean_class_f1(is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray) -> float:
     """Return the mean F1 over classes in percent. Arrays are [examples, classes]."""
     columns = zip(is_target.T, is_predicted.T, strict=True)
     return mean_percent([class_f1(target, predicted, weights) for target, predicted in columns])
@@ -587,7 +574,7 @@ def mean_group_metric(metric_fn: Metric) -> Metric:
     def metric(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Values:
         values: dict[str, list[float]] = {}
         for group in grouped(targets, predictions):
-            for name, value in metric_fn(group.targets, group.predictions).items():
+            for name, value in metric_fn(*zip(*group, strict=True)).items():
                 values.setdefault(name, []).append(value)
         return {name: float(np.mean(of_groups)) for name, of_groups in values.items()}
 
@@ -601,29 +588,17 @@ def deduplicate_metric(metric_fn: Metric) -> Metric:
     """
 
     def metric(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Values:
-        firsts = Group([], [])
-        for group in grouped(targets, predictions):
-            firsts.targets.append(group.targets[0])
-            firsts.predictions.append(group.predictions[0])
-        return dict(metric_fn(firsts.targets, firsts.predictions))
+        firsts = [group[0] for group in grouped(targets, predictions)]
+        return dict(metric_fn(*zip(*firsts, strict=True)))
 
     return metric
 
 
-class Group(NamedTuple):
-    """The values of some examples."""
-
-    targets: list
-    predictions: list
-
-
-def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Iterable[Group]:
-    """Return the groups of examples, in the order of the first of each."""
-    groups: dict[Hashable, Group] = {}
+def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Iterable[list[tuple]]:
+    """Return the groups, in the order of the first example of each: (target, prediction) of all in it."""
+    groups: dict[Hashable, list[tuple]] = defaultdict(list)
     for target, prediction in zip(targets, predictions, strict=True):
-        group = groups.setdefault(target['group'], Group([], []))
-        group.targets.append(target['value'])
-        group.predictions.append(prediction['value'])
+        groups[target['group']].append((target['value'], prediction['value']))
     return groups.values()
 
 

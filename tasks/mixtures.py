@@ -125,7 +125,10 @@ class Task:
         """Yield the examples of records, {'inputs': text, 'targets': text, ...}."""
         for fields in records:
             if self.preprocess_fn is not None:
-                yield from examples_given(self.preprocess_fn(fields))
+                for example in self.preprocess_fn(fields):
+                    # Raises Python's own errors if one is no text, or has half a surrogate pair, which no vocabulary takes.
+                    ''.join([example.get('inputs', ''), example['targets']]).encode()
+                    yield dict(example)
             elif self.references:
                 name = self.references[1:-1]
                 given = fields[name]
@@ -156,16 +159,6 @@ class Task:
         with noting(f'task {self.name}'):
             values = metric_fn(targets, outputs)
             return {name: float(value) for name, value in values.items()}
-
-
-def examples_given(given: Iterable[Fields]) -> list[Example]:
-    """Return the examples that a user's function gave."""
-    examples = []
-    for example in given:
-        # Raises Python's own errors if one is no text, or has half a surrogate pair, which no vocabulary takes.
-        ''.join([example.get('inputs', ''), example['targets']]).encode()
-        examples.append(dict(example))
-    return examples
 
 
 def check_name(name: str) -> None:

@@ -103,11 +103,7 @@ class MassStyle(Denoising):
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
         mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
-        return self.mark(raw_ids, mask, *key), raw_ids
-
-    def mark(self, raw_ids: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
-        """Return the inputs."""
-        return noise_token_to_sentinel(raw_ids, mask, self.sentinel_ids)
+        return noise_token_to_sentinel(raw_ids, mask, self.sentinel_ids), raw_ids
 
 
 class BertStyle(MassStyle):
@@ -116,10 +112,12 @@ class BertStyle(MassStyle):
     Source: T5 §3.3.1; t5/models/gin/objectives/iid_15_r10s90_f.gin.
     """
 
-    def mark(self, raw_ids: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
-        return noise_token_to_random_token_or_sentinel(
+    def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
+        mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
+        inputs = noise_token_to_random_token_or_sentinel(
             raw_ids, mask, self.vocabulary_size, self.sentinel_ids, *key
         )
+        return inputs, raw_ids
 
 
 class Deshuffling(Denoising):
@@ -190,12 +188,10 @@ class PrincipleSentences(Denoising):
 
     def scores(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
         """Return ROUGE-1's F1 of each sentence, of ids, with all others: float64 [sentences]."""
-        words = [Counter(unicode_tokens(self.vocabulary.decode(ids))) for ids in sentences]
-        of_text: Counter[str] = Counter()
-        for of_sentence in words:
-            of_text.update(of_sentence)
+        words = [unicode_tokens(self.vocabulary.decode(ids)) for ids in sentences]
+        of_text = Counter(itertools.chain.from_iterable(words))
         num_common = []
-        for of_sentence in words:
+        for of_sentence in map(Counter, words):
             common = (min(n, of_text[word] - n) for word, n in of_sentence.items())
             num_common.append(sum(common))
         # The words of both sides are those of the text.

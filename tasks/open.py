@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from sacrebleu.metrics import BLEU
 
 import sources.open
-from messages import Refused
+from messages import Refused, named
 from randomness import digest
 from sources import NO_SPLIT, Source
 from sources.templates import templates_of
@@ -105,10 +105,11 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
             changes['tfds'] = prepared
         elif row.name.startswith('c4_') or config.test_files:
             changes['tfds'] = ''
-    changed = dataclasses.replace(row, **changes)
     if config.metrics:
-        of_texts = METRICS_OF_REFERENCES if changed.references else TEXT_METRICS
-        changed = dataclasses.replace(changed, metric_fns=metrics_of(config, of_texts))
+        references = changes.get('references', row.references)
+        of_texts = METRICS_OF_REFERENCES if references else TEXT_METRICS
+        changes['metric_fns'] = metrics_of(config, of_texts)
+    changed = dataclasses.replace(row, **changes)
     # Without records an objective and T5's rows read Python's documentation.
     if not is_ours and row.name not in OBJECTIVES:
         files = changed.files or changed.validation_files or changed.test_files
@@ -138,29 +139,25 @@ def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
 def metrics_of(config: ConfigDict, of_texts: Mapping[str, MetricFn]) -> list[MetricFn]:
     """Return those of the metrics `of_texts` that data.metrics names."""
     found: dict[str, MetricFn] = {}
-    for given in filter(None, map(str.strip, config.metrics.split(','))):
-        name, colon, tokenizer = given.partition(':')
-        takes_tokenizer = name in ('bleu', 'rouge')
-        if name not in of_texts or name in found or (colon and not takes_tokenizer):
-            rule = f'use some of {", ".join(of_texts)}, each once, as bleu:zh and rouge:zh'
-            raise Refused(f'data.metrics={config.metrics!r}: {rule}')
-        found[name] = of_texts[name]
-        if colon:
+    with named(f'data.metrics={config.metrics!r}'):
+        for given in filter(None, map(str.strip, config.metrics.split(','))):
+            name, colon, tokenizer = given.partition(':')
+            takes_tokenizer = name in ('bleu', 'rouge')
+            if name not in of_texts or name in found or (colon and not takes_tokenizer):
+                names = ', '.join(of_texts)
+                raise Refused(f'use some of {names}, each once, as bleu:zh and rouge:zh')
+            found[name] = of_texts[name]
+            if not colon:
+                continue
+            if tokenizer not in BLEU.TOKENIZERS:
+                known = ', '.join(BLEU.TOKENIZERS)
+                raise Refused(f'{tokenizer!r} is no tokenizer: use one of {known}')
+            try:
+                BLEU(tokenize=tokenizer)
+            except (RuntimeError, OSError) as error:  # its packages or its model are missing
+                raise Refused(' '.join(str(error).split())) from error
             found[name] = functools.partial(found[name], tokenizer=tokenizer)
-            check_tokenizer(config.metrics, tokenizer)
     return list(found.values())
-
-
-def check_tokenizer(names: str, tokenizer: str) -> None:
-    """Refuse a tokenizer in data.metrics, `names`, that sacrebleu does not have or cannot open."""
-    if tokenizer not in BLEU.TOKENIZERS:
-        known = ', '.join(BLEU.TOKENIZERS)
-        raise Refused(f'data.metrics={names!r}: {tokenizer!r} is no tokenizer: use one of {known}')
-    try:
-        BLEU(tokenize=tokenizer)
-    except (RuntimeError, OSError) as error:  # its packages are missing, or its model is not there
-        reason = ' '.join(str(error).split())
-        raise Refused(f'data.metrics={names!r}: {reason}') from error
 
 
 def squad_of_one_answer(targets: Sequence[str], predictions: Sequence[str]) -> metrics.Values:
@@ -189,14 +186,21 @@ METRICS_OF_REFERENCES: dict[str, MetricFn] = {
 def open_mixture(config: ConfigDict) -> OpenMixture:
     """Open the sources of what config.data.task names, for training."""
     found = find(config)
-    opened = open_sources(found, config)
-    for task in opened.tasks:
-        if task.task.train_split != NO_SPLIT and not task.source.may_hold('train'):
-            task.source.check_not_empty('train')  # raises
-    if opened.is_single and found.name not in own_tasks(config.module):
-        # config.json has the texts of this task.
-        return dataclasses.replace(opened, fingerprint=opened.tasks[0].source.fingerprint)
-    return opened
+    if isinstance(found, Task):
+        tasks = [opened_task(found, open_task(found, config))]
+    else:
+        tasks = open_tasks(found, config)
+    content: list = []  # texts and rates; a function's code is not in it
+    for task, source, _, rate in tasks:
+        if task.train_split != NO_SPLIT and not source.may_hold('train'):
+            source.check_not_empty('train')  # raises
+        targets = task.targets or task.references
+        content.append([task.name, task.objective_name, task.inputs, targets])
+        content.append([source.fingerprint, round(rate, 12)])
+    fingerprint = digest(content)
+    if len(tasks) == 1 and found.name not in own_tasks(config.module):
+        fingerprint = source.fingerprint  # config.json has the texts of this task
+    return OpenMixture(found.name, tuple(tasks), fingerprint, open_mixture)
 
 
 def open_evaluated_alone(config: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
@@ -224,21 +228,6 @@ def other_versions(mixture: OpenMixture) -> list[str]:
 def tasks_of(found: Task | Mixture) -> dict[str, Task]:
     """Return {name: task} of a task or mixture."""
     return {found.name: found} if isinstance(found, Task) else found.tasks
-
-
-def open_sources(found: Task | Mixture, config: ConfigDict) -> OpenMixture:
-    """Open the source of a task, or those of a mixture in which all names are looked up."""
-    if isinstance(found, Task):
-        tasks = [opened_task(found, open_task(found, config))]
-    else:
-        tasks = open_tasks(found, config)
-    # Texts and rates; a function's code is not in it.
-    content: list = []
-    for task, source, _, rate in tasks:
-        targets = task.targets or task.references
-        content.append([task.name, task.objective_name, task.inputs, targets])
-        content.append([source.fingerprint, round(rate, 12)])
-    return OpenMixture(found.name, tuple(tasks), digest(content), open_mixture)
 
 
 def opened_task(task: Task, source: Source, rate: float = 1.0) -> OpenTask:

@@ -12,7 +12,7 @@ import re
 import string
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -225,13 +225,13 @@ def wnli_simple(fields: Fields) -> list[Example]:
     matches = []
     for index, word in enumerate(words):
         if word in PRONOUNS:
-            matches.append(match_pronoun(words, hypothesis_words, index))
+            matches.append((index, *match_pronoun(words, hypothesis_words, index)))
     if not matches:
         raise Refused(f'no pronoun is in {" ".join(words)!r:.60}: correct the record')
-    match = max(matches, key=lambda match: match.score)  # the first of equal scores
+    index, _, referent = max(matches, key=lambda match: match[1])  # the first of equal scores
     example = {
-        'inputs': f'wsc: {mark_word(premise, match.word)}',
-        'targets': referent_in(hypothesis, match.referent),
+        'inputs': f'wsc: {mark_word(premise, index)}',
+        'targets': referent_in(hypothesis, referent),
         'premise': premise,
         'hypothesis': hypothesis,
         'label': label_of(fields.get('label', 0)),
@@ -244,29 +244,21 @@ PRONOUNS = {'he', 'she', 'they', 'it', 'her', 'his', 'their', 'them', 'him'}
 ARTICLES = ('a', 'an', 'the')
 
 
-class PronounMatch(NamedTuple):
-    """A pronoun of the premise, and the words of the hypothesis that stand in its place."""
-
-    word: int  # the number of its word
-    score: int  # words around it that the hypothesis has, too
-    referent: str
-
-
 def clean_words(text: str) -> list[str]:
     """Return the words in lower case, each without a mark at its end."""
     words = [re.sub(r'[.,?!]$', '', word) for word in text.strip().lower().split(' ')]
     return [word for word in words if word]
 
 
-def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> PronounMatch:
-    """Match the surroundings of a pronoun with the hypothesis."""
+def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> tuple[int, str]:
+    """Return how many words around a pronoun the hypothesis has, too, and its words in place of the pronoun."""
     before = premise[:index]
     after = premise[index + 1 :]
     num_before = num_shared_words(hypothesis[::-1], before[::-1])
     num_after = num_shared_words(hypothesis, after)
     score = num_before + num_after
     if not score:
-        return PronounMatch(index, score, referent='')
+        return 0, ''
     before = before[len(before) - num_before :]
     after = after[:num_after]
     text = ' '.join(hypothesis)
@@ -274,8 +266,8 @@ def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> Pron
     for pattern in ([*before, '(.+)', *after], ['^(.+)', *after], [*before, '(.+)$']):
         found = re.search(' '.join(pattern), text)
         if found:
-            return PronounMatch(index, score, found[1])
-    return PronounMatch(index, score, referent='')
+            return score, found[1]
+    return score, ''
 
 
 def num_shared_words(hypothesis: list[str], words: list[str]) -> int:

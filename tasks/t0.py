@@ -51,7 +51,6 @@ ANLI_ROUNDS = ('_r1', '_r2', '_r3')
 class DataSet(NamedTuple):
     """A row of t0_datasets.csv."""
 
-    name: str
     train_size: int  # 0 if no model is trained on it
     trained_by: str
     evaluated_by: str
@@ -217,7 +216,6 @@ def data_sets() -> dict[str, DataSet]:
     found = {}
     for row in rows_of('t0_datasets.csv'):
         found[row['dataset']] = DataSet(
-            name=row['dataset'],
             train_size=int(row['train_size'] or 0),
             trained_by=row['trained_by'],
             evaluated_by=row['evaluated_by'],

@@ -145,13 +145,15 @@ def test_noise_is_permuted_in_all_ways_and_the_rest_stays():
 
 
 def test_random_tokens_are_any_but_the_reserved_ones():
-    tokens = np.full((2000, 10), 7, np.int32)
+    tokens = np.full((2000, 100), 7, np.int32)
     mask = denoising.iid_noise_mask(tokens.shape, 0.5, 'mask')
-    found = denoising.noise_token_to_random_token(tokens, mask, 13, 'test')
+    found = denoising.noise_token_to_random_token_or_sentinel(
+        tokens, mask, 13, np.array([13], np.int32), 'test'
+    )
     assert found.dtype == np.int32 and (found[~mask] == 7).all()
     counts = np.bincount(found[mask])
-    assert len(counts) == 13 and counts[:3].sum() == 0
-    assert all(is_near(count, mask.sum() / 10) for count in counts[3:])
+    assert len(counts) == 14 and counts[:3].sum() == 0
+    assert all(is_near(count, mask.sum() / 100) for count in counts[3:13])
 
 
 def test_one_token_in_ten_is_random_and_others_are_sentinels():

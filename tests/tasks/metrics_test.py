@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -171,7 +172,8 @@ def test_a_tokenizer_that_cannot_be_opened(monkeypatch):
         ('flores101', 'no route'),
     ):
         with pytest.raises(Refused, match=f"data.metrics='bleu:{tokenizer}': .*{said}"):
-            tasks.open.check_tokenizer(f'bleu:{tokenizer}', tokenizer)
+            config = types.SimpleNamespace(metrics=f'bleu:{tokenizer}')
+            tasks.open.metrics_of(config, tasks.open.TEXT_METRICS)
 
 
 def subsequences(tokens):

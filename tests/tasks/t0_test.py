@@ -23,7 +23,7 @@ import vocabulary as vocabularies
 from formats.vocabulary import named_vocabulary
 from messages import Refused
 from sources import NO_SPLIT
-from stream import Stream
+from stream import OpenMixture, Stream
 from tasks import t0 as tasks_t0
 from tasks import t5
 
@@ -123,7 +123,8 @@ def open_tiny(make_task, config):
     """Open a task whose cache is in P3's layout. It has the split validation alone."""
     config.cache_dirs = str(oracle('p3_like'))
     task = dataclasses.replace(make_task(TINY, 'tiny_complete_that'), train_split=NO_SPLIT)
-    return tasks.open.open_sources(task, config)
+    opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
+    return OpenMixture(task.name, (opened,), opened.source.fingerprint)
 
 
 def task_and_examples(make_task):
