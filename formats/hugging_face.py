@@ -551,17 +551,13 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
 
 def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
-    found: dict[str, SafetensorsEntry] = {}
-    for file in files:
-        header = read_header(file)
-        twice = sorted(found.keys() & header.keys())
-        if twice:
-            raise Refused(f'{file}: {twice[0]} is there twice: copy it again')
-        found |= header
     entries: dict[str, SafetensorsEntry] = {}
-    for name, entry in found.items():
-        if name.rpartition('.')[2] not in NO_WEIGHTS:
-            entries[name] = entry
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in entries:
+                raise Refused(f'{file}: {name} is there twice: copy it again')
+            if name.rpartition('.')[2] not in NO_WEIGHTS:
+                entries[name] = entry
     others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
     if others:
         raise Refused(

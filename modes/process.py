@@ -36,7 +36,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 VARIABLE = 'GLIBC_TUNABLES'
@@ -182,8 +181,8 @@ class Signals:
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            # Without a handler nothing is written to the descriptor.
-            signal.signal(number, ignore)
+            # Without a handler nothing is written to the descriptor, from which `listen` reads.
+            signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self.listen, daemon=True).start()
 
     def begin_work(self, can_wait: bool = False) -> None:
@@ -218,10 +217,6 @@ class Signals:
     def report(self, text: str) -> None:
         if not self.is_silent:
             say(text)
-
-
-def ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing: Signals reads it from the descriptor."""
 
 
 def end_with_reader() -> None:

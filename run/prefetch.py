@@ -204,7 +204,15 @@ def make_batches(connection: Connection) -> None:
     gc.set_threshold(100_000)
 
     def messages() -> Iterator[PrefetchedBatch | None]:
-        stream = open_stream(connection.recv())
+        work: Work = connection.recv()
+        config = work.options['config']
+        work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
+        assert work.reopen is not None
+        opened = work.reopen(config)
+        if opened.fingerprint != work.fingerprint:
+            raise Refused(f'data.task={config.task!r}: its files changed meanwhile: start again')
+        stream = Stream(opened, **work.options)
+        stream.seek(work.position)
         # The process that started this one has reported the faults found by opening.
         _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
@@ -246,16 +254,3 @@ def send(message: object, connection: Connection) -> bool:
     except ConnectionError:
         return False
     return True
-
-
-def open_stream(work: Work) -> Stream:
-    """Return the stream of a worker."""
-    config = work.options['config']
-    work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
-    assert work.reopen is not None
-    opened = work.reopen(config)
-    if opened.fingerprint != work.fingerprint:
-        raise Refused(f'data.task={config.task!r}: its files changed meanwhile: start again')
-    stream = Stream(opened, **work.options)
-    stream.seek(work.position)
-    return stream
