@@ -128,24 +128,16 @@ FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
 EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
 
 
-class Sublayer(NamedTuple):
-    """A part of a layer: our norm, our module behind it, and Hugging Face's name of the module."""
-
-    norm: str
-    module: str
-    their_module: str
-
-
-# In Hugging Face's order, which numbers them.
+# The parts of a layer, in Hugging Face's order, which numbers them: our norm, our module behind it, their module.
 SUBLAYERS = {
     'encoder': [
-        Sublayer('pre_attention_layer_norm', 'attention', 'SelfAttention'),
-        Sublayer('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
+        ('pre_attention_layer_norm', 'attention', 'SelfAttention'),
+        ('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
     ],
     'decoder': [
-        Sublayer('pre_self_attention_layer_norm', 'self_attention', 'SelfAttention'),
-        Sublayer('pre_cross_attention_layer_norm', 'encoder_decoder_attention', 'EncDecAttention'),
-        Sublayer('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
+        ('pre_self_attention_layer_norm', 'self_attention', 'SelfAttention'),
+        ('pre_cross_attention_layer_norm', 'encoder_decoder_attention', 'EncDecAttention'),
+        ('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
     ],
 }
 ATTENTION_KERNELS = {'query': 'q', 'key': 'k', 'value': 'v', 'out': 'o'}
@@ -188,12 +180,12 @@ def parameter_names(config: model.T5Config) -> dict[str, str]:
         for i in range(depth):
             layer = f'{stack}/layers_{i}'
             block = f'{stack}.block.{i}.layer'
-            for j, sublayer in enumerate(SUBLAYERS[stack]):
-                names[f'{layer}/{sublayer.norm}/scale'] = f'{block}.{j}.layer_norm.weight'
-                kernels = mlp_kernels if sublayer.module == 'mlp' else ATTENTION_KERNELS
+            for j, (norm, module, their_module) in enumerate(SUBLAYERS[stack]):
+                names[f'{layer}/{norm}/scale'] = f'{block}.{j}.layer_norm.weight'
+                kernels = mlp_kernels if module == 'mlp' else ATTENTION_KERNELS
                 for kernel, their_kernel in kernels.items():
-                    path = f'{layer}/{sublayer.module}/{kernel}/kernel'
-                    names[path] = f'{block}.{j}.{sublayer.their_module}.{their_kernel}.weight'
+                    path = f'{layer}/{module}/{kernel}/kernel'
+                    names[path] = f'{block}.{j}.{their_module}.{their_kernel}.weight'
             bias = f'{block}.0.SelfAttention.relative_attention_bias.weight'
             if config.relpos_bias_per_layer:
                 names[f'{layer}/relpos_bias/rel_embedding'] = bias
@@ -298,14 +290,6 @@ def stacked(experts: Sequence[SafetensorsEntry]) -> SafetensorsEntry:
     return experts[0]._replace(shape=shape, experts=tuple(experts))
 
 
-class Folder(NamedTuple):
-    """A folder whose arrays are not read yet: its config, dtype float32, and {'target/' + our path: entry}."""
-
-    config: model.T5Config
-    entries: dict[str, SafetensorsEntry]
-    note: str  # an assumption to report, or ''
-
-
 class StoredArrays(NamedTuple):
     """The arrays of a folder by Hugging Face's names.
 
@@ -364,10 +348,12 @@ def on_disk(folder: paths.AnyPath) -> Path:
     return folder
 
 
-def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
-    """Return the config of a folder or single file and its arrays; read only headers and copies of the token table.
+def read_index(
+    folder: str | paths.AnyPath, is_encoder: bool = False
+) -> tuple[model.T5Config, dict[str, SafetensorsEntry], str]:
+    """Return what a folder or single file has, without its arrays; read only headers and copies of the token table.
 
-    With `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares shapes.
+    It is the config, dtype float32; {'target/' + our path: entry}; and an assumption to report, or ''. With `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares shapes.
     """
     folder = on_disk(paths.to_path(folder))
     files = _weight_files(folder)
@@ -420,7 +406,7 @@ def read_index(folder: str | paths.AnyPath, is_encoder: bool = False) -> Folder:
             f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by '
             'sqrt(d_model), as transformers 5 has them'
         )
-    return Folder(config, targets, note)
+    return config, targets, note
 
 
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
@@ -551,17 +537,13 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
 
 def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
-    found: dict[str, SafetensorsEntry] = {}
-    for file in files:
-        header = read_header(file)
-        twice = sorted(found.keys() & header.keys())
-        if twice:
-            raise Refused(f'{file}: {twice[0]} is there twice: copy it again')
-        found |= header
     entries: dict[str, SafetensorsEntry] = {}
-    for name, entry in found.items():
-        if name.rpartition('.')[2] not in NO_WEIGHTS:
-            entries[name] = entry
+    for file in files:
+        for name, entry in read_header(file).items():
+            if name in entries:
+                raise Refused(f'{file}: {name} is there twice: copy it again')
+            if name.rpartition('.')[2] not in NO_WEIGHTS:
+                entries[name] = entry
     others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
     if others:
         raise Refused(

@@ -131,8 +131,8 @@ def open_checkpoint(
     if peft.is_folder(directory):
         opened = _open_peft(directory)
     elif hugging_face.is_single_file(directory) or hugging_face.is_folder(directory):
-        folder = hugging_face.read_index(directory, is_encoder=part == 'encoder')
-        opened = OpenedCheckpoint(directory, dict(folder.entries), folder.config, folder.note)
+        config, entries, note = hugging_face.read_index(directory, is_encoder=part == 'encoder')
+        opened = OpenedCheckpoint(directory, dict(entries), config, note)
     else:
         base = open_base(directory)
         prefix = mesh_tf.find_prefix(directory)

@@ -96,7 +96,4 @@ def as_dict(options: Options | None) -> dict:
 
 def default_options(config: T5Config) -> dict:
     """Return the options of a run whose config.json lacks them."""
-    if config.options is None:
-        return {}
-    fields = dataclasses.fields(config.options)
-    return json.loads(json.dumps({field.name: field.default for field in fields}))
+    return {} if config.options is None else as_dict(type(config.options)())

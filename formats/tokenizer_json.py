@@ -133,7 +133,6 @@ class TokenizerVocabulary(SentencePieceVocabulary):
         self._glued_sentinels = []  # they are cut out already
         self._normalizers = [*map(normalizer, steps_of(self.content, 'normalizer'))]
         self._splits_whitespace = False
-        self._splits_words = False
         self._prefix = ''  # 'always', 'first'
         self._isolated: re.Pattern | None = None
         for step in steps_of(self.content, 'pre_tokenizer'):
@@ -143,7 +142,6 @@ class TokenizerVocabulary(SentencePieceVocabulary):
                 case 'Metaspace':  # before version 0.15 of tokenizers with add_prefix_space
                     has_prefix = 'always' if step.get('add_prefix_space', True) else 'never'
                     self._prefix = step.get('prepend_scheme', has_prefix)
-                    self._splits_words = step.get('split', True)
                 case 'Split' if step['behavior'] == 'Isolated' and not step['invert']:
                     self._isolated = re.compile(f'({step["pattern"]["Regex"]})')
                 case kind:
@@ -151,16 +149,15 @@ class TokenizerVocabulary(SentencePieceVocabulary):
 
         # Tokens are found in the text as it is, or else in the normalized text.
         self._in_normalized: dict[str, int] = {}
-        in_text: dict[str, int] = {}
+        self._in_text: dict[str, int] = {}
         self._strips: dict[int, tuple[bool, bool]] = {}
         for token in self.content['added_tokens']:
             if token.get('normalized'):
                 self._in_normalized[self.normalize(token['content'])] = token['id']
             else:
-                in_text[token['content']] = token['id']
+                self._in_text[token['content']] = token['id']
             self._strips[token['id']] = (bool(token.get('lstrip')), bool(token.get('rstrip')))
-        self._in_text = in_text
-        self._text_pattern = longest_of(in_text)
+        self._text_pattern = longest_of(self._in_text)
         self._normalized_pattern = longest_of(self._in_normalized)
 
     def parts(self, text: str) -> list[str | int]:

@@ -4,11 +4,11 @@
 """
 
 import contextlib
+import itertools
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
@@ -140,10 +140,10 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
         if default_ids.is_folder(file.parent):
             content = default_ids.in_t5_order(content)
         found = of_model(content, extra_ids)
-        listed = listed_tokens(file.parent, found)
-        ids = [i for _, i in listed.missing]
+        missing, _ = listed_tokens(file.parent, found)
+        ids = [i for _, i in missing]
         if ids and ids == list(range(found.size, found.size + len(ids))):
-            found = of_model(with_added_tokens(content, listed.missing), extra_ids)
+            found = of_model(with_added_tokens(content, missing), extra_ids)
         return found
     except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
         raise Refused(f'{file}: {error}: {remedy}') from error
@@ -163,22 +163,14 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
 
 def changed_id(old: Vocabulary, new: Vocabulary) -> str:
     """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
-    new_names = new.names
-    for i, name in enumerate(old.names):
-        new_name = new_names[i] if i < len(new_names) else None
+    new_names = new.names[: len(old.names)]
+    for i, (name, new_name) in enumerate(itertools.zip_longest(old.names, new_names)):
         if name != new_name:
             return f'id {i} is {new_name!r} instead of {name!r}'
     return ''
 
 
 # Tokens that transformers has added to a vocabulary.
-
-
-class ListedTokens(NamedTuple):
-    """The tokens that transformers lists in a folder, and a vocabulary lacks."""
-
-    missing: list[tuple[str, int | None]]  # with their ids, where it has them; by id
-    files: list[str]  # names of the files that list tokens
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
@@ -192,9 +184,12 @@ def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
             )
 
 
-def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedTokens:
-    """Return the tokens that transformers lists in a folder and `vocabulary` lacks.
+def listed_tokens(
+    folder: AnyPath, vocabulary: Vocabulary | None
+) -> tuple[list[tuple[str, int | None]], list[str]]:
+    """Return the tokens that transformers lists in a folder and `vocabulary` lacks, and the names of its files.
 
+    The tokens have their ids, where transformers has them, and are sorted by id.
     A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
     SentencePiece model the pieces are those of tokenizer.json.
     """
@@ -233,7 +228,7 @@ def listed_tokens(folder: AnyPath, vocabulary: Vocabulary | None) -> ListedToken
             continue
         elif name not in ids or i not in (None, ids[name]):
             missing[name] = missing.get(name) if i is None else i
-    return ListedTokens(sorted(missing.items(), key=lambda token: (token[1] or 0, token[0])), files)
+    return sorted(missing.items(), key=lambda token: (token[1] or 0, token[0])), files
 
 
 def with_added_tokens(model: bytes, tokens: Sequence[tuple[str, int | None]]) -> bytes:

@@ -144,9 +144,8 @@ def _shards(
         x = np.asarray(checkpoint.read_leaf(arrays[path]))
         by_name = {names[path]: x}
         if x.ndim == 3:  # experts, stored one by one
-            for i, matrix in enumerate(x):
-                by_name[names[path].replace('.experts.', f'.experts.expert_{i}.')] = matrix
-            del by_name[names[path]]
+            start, end = names[path].split('.experts.')
+            by_name = {f'{start}.experts.expert_{i}.{end}': matrix for i, matrix in enumerate(x)}
         for name, matrix in by_name.items():
             if shard and num_bytes + matrix.nbytes > shard_bytes:
                 yield shard

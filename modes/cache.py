@@ -54,10 +54,18 @@ PROGRESS = '.progress'  # the folder of the statistics of finished shards
 class Job(NamedTuple):
     """One shard of one pass over a task: it writes one file for each of `splits`."""
 
+    folder: Path  # of the task's cache
     task: str
     splits: tuple[str, ...]
     shard: int
     num_shards: int
+
+    def file(self, split: str) -> Path:
+        return self.folder / f'{split}.tfrecord-{self.shard:05}-of-{self.num_shards:05}'
+
+    def statistics_file(self, split: str) -> Path:
+        """Return the file that has the statistics of the shard until the cache is complete."""
+        return self.folder / PROGRESS / f'{self.file(split).name}.json'
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
@@ -84,37 +92,33 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     vocabulary = vocabulary_of(config)
     root = paths.disk_path(cache_roots(config)[0])
     messages = []
-    opened = []
+    opened: dict[Path, TokenizedTask] = {}
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
+        folder = Path(root, *name.split(':'))
         if task_cache.find([root], name):
-            messages.append(
-                f'{name} is cached already, in {folder_of(root, name)}: remove it to cache it again.'
-            )
+            messages.append(f'{name} is cached already, in {folder}: remove it to cache it again.')
         elif task.train_split == task.validation_split == NO_SPLIT:
             messages.append(f'{name} is not cached: it has neither train nor validation.')
         else:
-            opened.append(open_task(task, config, vocabulary))
-            source = opened[-1].source
+            opened[folder] = open_task(task, config, vocabulary)
+            source = opened[folder].source
             if task.train_split != NO_SPLIT:
                 source.check_not_empty('train')
             if source.validation is not None:
                 source.check_not_empty('validation')
-    jobs = []
-    for opened_task in opened:
-        folder = folder_of(root, opened_task.name)
+    jobs = {}
+    for folder, opened_task in opened.items():
         with alone_in(folder):  # several parts may begin or end at once
             prepare_folder(folder, opened_task, vocabulary)
-        jobs += jobs_of(opened_task)
+        jobs[folder] = jobs_of(folder, opened_task)
     missing = []
-    for job in jobs[part - 1 :: num_parts]:
-        folder = folder_of(root, job.task)
-        if not all(statistics_file(folder, job, split).exists() for split in job.splits):
+    for job in [*itertools.chain(*jobs.values())][part - 1 :: num_parts]:
+        if not all(job.statistics_file(split).exists() for split in job.splits):
             missing.append(job)
-    run_jobs(config, root, missing)
-    for opened_task in opened:
-        folder = folder_of(root, opened_task.name)
+    run_jobs(config, missing)
+    for folder in jobs:
         with alone_in(folder):
-            messages.append(complete(folder, jobs_of(opened_task)))
+            messages.append(complete(folder, jobs[folder]))
     return messages
 
 
@@ -123,11 +127,7 @@ def open_task(task: Task, config: ConfigDict, vocabulary: Vocabulary) -> Tokeniz
     return TokenizedTask(opened, config, vocabulary)
 
 
-def folder_of(root: Path, task: str) -> Path:
-    return Path(root, *task.split(':'))
-
-
-def jobs_of(task: TokenizedTask) -> list[Job]:
+def jobs_of(folder: Path, task: TokenizedTask) -> list[Job]:
     """Return all shards of a task: their number depends on its files alone.
 
     Without files for validation, one pass writes both splits.
@@ -146,17 +146,9 @@ def jobs_of(task: TokenizedTask) -> list[Job]:
             num_bytes *= COMPRESSION
             most = len(part.names)
         num_shards = min(max(num_bytes // BYTES_PER_SHARD, 1), most)
-        jobs += [Job(task.name, tuple(splits), shard, num_shards) for shard in range(num_shards)]
+        for shard in range(num_shards):
+            jobs.append(Job(folder, task.name, tuple(splits), shard, num_shards))
     return jobs
-
-
-def file_name(job: Job, split: str) -> str:
-    return f'{split}.tfrecord-{job.shard:05}-of-{job.num_shards:05}'
-
-
-def statistics_file(folder: Path, job: Job, split: str) -> Path:
-    """Return the file that has the statistics of a shard until the cache is complete."""
-    return folder / PROGRESS / f'{file_name(job, split)}.json'
 
 
 class ShardWriter:
@@ -165,9 +157,9 @@ class ShardWriter:
     The end of `unfinished` gives the files their names.
     """
 
-    def __init__(self, folder: Path, job: Job, split: str, unfinished: contextlib.ExitStack):
-        path = str(folder / file_name(job, split))
-        self._statistics_file = statistics_file(folder, job, split)
+    def __init__(self, job: Job, split: str, unfinished: contextlib.ExitStack):
+        path = str(job.file(split))
+        self._statistics_file = job.statistics_file(split)
         self._files: list[IO[bytes]] = []
         for name in (path, *task_cache.ids_files(path)):
             file = paths.replacing(Path(name), writer=f'-{os.getpid()}')
@@ -211,12 +203,11 @@ class ShardWriter:
         paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
 
 
-def write_shard(task: TokenizedTask, job: Job, root: Path) -> Iterator[int]:
+def write_shard(task: TokenizedTask, job: Job) -> Iterator[int]:
     """Write the files of a shard. Yield the number of new examples now and then."""
-    folder = folder_of(root, job.task)
     records = records_of(task.source, job)
     with contextlib.ExitStack() as unfinished:
-        writers = {split: ShardWriter(folder, job, split, unfinished) for split in job.splits}
+        writers = {split: ShardWriter(job, split, unfinished) for split in job.splits}
         for group in iter(lambda: list(itertools.islice(records, RECORDS_AT_ONCE)), []):
             for split, writer in writers.items():
                 examples = task.tokenize([record for name, record in group if name == split])
@@ -240,15 +231,7 @@ def records_of(source: Source, job: Job) -> Iterator[tuple[str, Record]]:
             yield 'validation' if is_held_out else job.splits[0], record
 
 
-class Report(NamedTuple):
-    """The progress of a process that writes shards, since its last report."""
-
-    num_examples: int
-    num_shards: int
-    faults: list[str]  # lines that were left out
-
-
-def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
+def run_jobs(config: ConfigDict, jobs: Sequence[Job]) -> None:
     """Write shards in processes of their own, and show their progress. Raise an error that one sends."""
     num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
     context = multiprocessing.get_context('spawn')
@@ -256,7 +239,7 @@ def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
     connections: list[Connection] = []
     for i in range(num_processes):
         own_end, workers_end = context.Pipe(duplex=False)
-        arguments = (config, root, jobs[i::num_processes], workers_end)
+        arguments = (config, jobs[i::num_processes], workers_end)
         process = context.Process(target=write_shards, args=arguments, daemon=True)
         process.start()
         workers_end.close()
@@ -270,18 +253,19 @@ def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
                 for connection in wait(connections):
                     assert isinstance(connection, Connection)
                     try:
-                        report: Report | Exception = connection.recv()
+                        report = connection.recv()
                     except EOFError:
                         connections.remove(connection)
                         continue
                     if isinstance(report, Exception):
                         raise report
-                    for fault in report.faults:
+                    num_new_examples, num_new_shards, faults = report
+                    for fault in faults:
                         bar.write(f'Left out: {fault}')
-                    num_examples += report.num_examples
-                    num_done += report.num_shards
+                    num_examples += num_new_examples
+                    num_done += num_new_shards
                     bar.set_postfix_str(f'{num_examples:,} examples', refresh=False)
-                    bar.update(report.num_shards)
+                    bar.update(num_new_shards)
     finally:
         for process in processes:
             process.kill()
@@ -293,10 +277,8 @@ def run_jobs(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> None:
         )
 
 
-def write_shards(
-    config: ConfigDict, root: Path, jobs: Sequence[Job], connection: Connection
-) -> None:
-    prefetch.send_all(reports(config, root, jobs), connection)
+def write_shards(config: ConfigDict, jobs: Sequence[Job], connection: Connection) -> None:
+    prefetch.send_all(reports(config, jobs), connection)
 
 
 def vocabulary_of(config: ConfigDict) -> Vocabulary:
@@ -305,8 +287,8 @@ def vocabulary_of(config: ConfigDict) -> Vocabulary:
     return add_tokens(named, config.added_tokens)
 
 
-def reports(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> Iterator[Report]:
-    """Write shards. Yield a report every second, and after each shard."""
+def reports(config: ConfigDict, jobs: Sequence[Job]) -> Iterator[tuple[int, int, list[str]]]:
+    """Write shards. Yield the new examples, new shards and lines left out, every second and after each shard."""
     vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))
     opened = functools.cache(lambda name: open_task(found[name], config, vocabulary))
@@ -314,13 +296,13 @@ def reports(config: ConfigDict, root: Path, jobs: Sequence[Job]) -> Iterator[Rep
     for job in jobs:
         task = opened(job.task)
         num_examples = 0
-        for count in write_shard(task, job, root):
+        for count in write_shard(task, job):
             num_examples += count
             if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
-                yield Report(num_examples, 0, task.source.faults()[0])
+                yield num_examples, 0, task.source.faults()[0]
                 num_examples = 0
                 reported = time.monotonic()
-        yield Report(num_examples, 1, task.source.faults()[0])
+        yield num_examples, 1, task.source.faults()[0]
 
 
 def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) -> None:
@@ -352,7 +334,7 @@ def complete(folder: Path, jobs: Sequence[Job]) -> str:
     num_missing = 0
     for job in jobs:
         for split in job.splits:
-            file = statistics_file(folder, job, split)
+            file = job.statistics_file(split)
             if file.exists():
                 statistics.setdefault(split, []).append(task_cache.read_json(file))
             else:

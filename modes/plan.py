@@ -100,19 +100,13 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     found = collectives_of(program, mesh)
     yield 'Collectives of a step on each device, in MB of whole arrays:'
     yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11}  asynchronous'
-    times: collections.Counter[tuple] = collections.Counter()
-    moved: collections.Counter[tuple] = collections.Counter()
-    hidden: collections.Counter[tuple] = collections.Counter()
+    totals: dict[tuple, np.ndarray] = collections.defaultdict(lambda: np.zeros(3, np.int64))
     for x in found:
-        key = (x.kind, x.axes)
-        times[key] += x.times
-        moved[key] += x.times * x.num_bytes
-        hidden[key] += x.times * x.num_bytes * x.is_async
-    for key, num_bytes in moved.most_common():
-        kind, axes = key
+        moved = x.times * x.num_bytes
+        totals[x.kind, x.axes] += [x.times, moved, moved * x.is_async]
+    for (kind, axes), (times, moved, hidden) in sorted(totals.items(), key=lambda x: -x[1][1]):
         yield (
-            f'  {kind:18} {", ".join(axes):12} {times[key]:7,} {num_bytes / 1e6:11,.2f}  '
-            f'{hidden[key] / num_bytes:.0%}'
+            f'  {kind:18} {", ".join(axes):12} {times:7,} {moved / 1e6:11,.2f}  {hidden / moved:.0%}'
         )
     if mesh.devices.flat[0].device_kind in CHIPS:
         yield line_of_estimate(program, found, flops, mesh)

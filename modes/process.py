@@ -27,6 +27,7 @@ import ctypes
 import gc
 import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -35,12 +36,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 VARIABLE = 'GLIBC_TUNABLES'
 SETTING = 'glibc.malloc.hugetlb=1'
-FIRST_VERSION = 'glibc 2.35'  # earlier ones lack the setting
+FIRST_VERSION = [2, 35]  # of glibc; earlier ones lack the setting
 # The kernel's policy: always, madvise or never.
 POLICY = Path('/sys/kernel/mm/transparent_hugepage/enabled')
 
@@ -104,13 +104,8 @@ def is_supported() -> bool:
         policy = POLICY.read_text()
     except (OSError, ValueError, AttributeError):  # not Linux, or another C library
         return False
-    return numbers(version) >= numbers(FIRST_VERSION) and '[madvise]' in policy
-
-
-def numbers(version: str) -> list[int]:
-    """Return the numbers of a version: [2, 36] of 'glibc 2.36'."""
-    words = version.partition(' ')[2].split('.')
-    return [int(word) for word in words if word.isdecimal()]
+    numbers = [int(number) for number in re.findall(r'\d+', version)]  # of 'glibc 2.36'
+    return numbers >= FIRST_VERSION and '[madvise]' in policy
 
 
 def is_program(original: list[str], arguments: list[str]) -> bool:
@@ -152,18 +147,11 @@ def on_warning(text: str, act: Callable[[], None]) -> None:
     """Call `act` instead of showing a warning that has `text` in it."""
     show = warnings.showwarning
 
-    def act_or_show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def act_or_show(message: Warning | str, *others: Any, **named: Any) -> None:
         if text in str(message):
             act()
         else:
-            show(message, category, filename, lineno, file, line)
+            show(message, *others, **named)
 
     warnings.showwarning = act_or_show
 
@@ -193,8 +181,8 @@ class Signals:
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            # Without a handler nothing is written to the descriptor.
-            signal.signal(number, ignore)
+            # Without a handler nothing is written to the descriptor, from which `listen` reads.
+            signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self.listen, daemon=True).start()
 
     def begin_work(self, can_wait: bool = False) -> None:
@@ -224,17 +212,11 @@ class Signals:
 
     def end(self, number: int, advice: str) -> NoReturn:
         self.report(f'stopped at once, {advice}')
-        os._exit(128 + number)
+        end_now(128 + number)
 
     def report(self, text: str) -> None:
-        """Print to a terminal that may be gone."""
         if not self.is_silent:
-            with contextlib.suppress(OSError):
-                print(f'main.py: {text}', file=sys.stderr, flush=True)
-
-
-def ignore(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing: Signals reads it from the descriptor."""
+            say(text)
 
 
 def end_with_reader() -> None:
@@ -245,9 +227,14 @@ def end_with_reader() -> None:
 def end_now(status: int, text: str = '') -> NoReturn:
     """End the process, whatever its other threads do, after a last line on standard error."""
     if text:
-        with contextlib.suppress(OSError):
-            print(f'main.py: {text}', file=sys.stderr, flush=True)
+        say(text)
     os._exit(status)
+
+
+def say(text: str) -> None:
+    """Print to a terminal that may be gone."""
+    with contextlib.suppress(OSError):
+        print(f'main.py: {text}', file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

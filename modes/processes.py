@@ -30,7 +30,7 @@ CONTINUES = 'all others are stopped, and the same command continues from what is
 TICK_SECONDS = 1  # between two looks at which processes live
 SECONDS_TO_SAY = 1  # for process 0 to report an error that all processes have
 GRACE_SECONDS = 5  # for the others to end by themselves after one that failed
-STATUS_OF_XLA = re.compile(r'[A-Z]+(_[A-Z]+)*: ')  # 'UNKNOWN: Gloo AllGather failed'
+STATUS_OF_XLA = re.compile(r'[A-Z]+(_[A-Z]+)*: ')  # as 'UNKNOWN: Gloo AllGather failed' begins
 NEVER = 10**9  # milliseconds
 
 
@@ -214,7 +214,10 @@ class Group:
             return status
         from partition import ProcessFailed  # imports JAX
 
-        self._await_name(error)
+        # Another process may be lost, and the heartbeat names it later. XLA's errors are JaxRuntimeError or, of
+        # an array that is fetched, ValueError.
+        if STATUS_OF_XLA.match(str(error)):
+            time.sleep(self.heartbeat + GRACE_SECONDS)
         text = f'{type(error).__name__}: {errors.one_line(error)}'  # an assert has no message
         if self.number == 0:
             self.client.key_value_set('error', text)
@@ -225,18 +228,6 @@ class Group:
                 of_first = self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
             if text != of_first and not isinstance(error, ProcessFailed):
                 errors.report(error, of=self.title)
-        self._end_all(status)
-
-    def _await_name(self, error: BaseException) -> None:
-        """Wait after an error of XLA: another process may be lost, and the heartbeat names it later.
-
-        XLA's errors are JaxRuntimeError or, of an array that is fetched, ValueError; both begin with a status.
-        """
-        if self.client and STATUS_OF_XLA.match(str(error)):
-            time.sleep(self.heartbeat + GRACE_SECONDS)
-
-    def _end_all(self, status: int) -> NoReturn:
-        assert self.client
         process.finish_streams()
         self.has_ended.set()
         reason = f'{self.title} ended with status {status}'

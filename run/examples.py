@@ -104,11 +104,8 @@ def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
         examples: list[Example] = []
         with contextlib.suppress(Exception):  # of a record: training raises it again at its step
             examples.extend(read_split(task, 'train', FIRST_TARGETS))
-        targets = []
-        for example in examples:
-            text = example.text_of_record('targets')
-            if text is not None:
-                targets.append(text)
+        texts = [example.text_of_record('targets') for example in examples]
+        targets = [text for text in texts if text is not None]
         num_changed = 0
         sample = ''
         for text, ids in zip(targets, task.vocabulary.encode_as_arrays(targets), strict=True):

@@ -74,7 +74,11 @@ def fit_step(
             step = compile_step(n)
             needs[n] = step_bytes(step, mesh, state_bytes)
         except jax.errors.JaxRuntimeError as error:
-            needs[n] = bytes_of_refusal(error)
+            # XLA refuses a step on a TPU, and says what it needs.
+            found = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
+            if found is None:
+                raise
+            needs[n] = float(found[1]) * 1024 ** (1 + 'KMGT'.index(found[2]))
         if needs[n] <= limit:
             break
     if needs[first] <= limit:
@@ -90,14 +94,6 @@ def fit_step(
     if needs[last] > limit:
         remedy = f'{last} do not fit either: use more devices or a smaller train.batch_size'
     raise Refused(f'{comparison}: {remedy}')
-
-
-def bytes_of_refusal(error: jax.errors.JaxRuntimeError) -> float:
-    """Return the bytes that a step needs, of the error with which XLA refuses it on a TPU."""
-    needed = re.search(r'([\d.]+)([KMGT])\b', str(error))
-    if not str(error).startswith('RESOURCE_EXHAUSTED') or needed is None:
-        raise
-    return float(needed[1]) * 1024 ** (1 + 'KMGT'.index(needed[2]))
 
 
 def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:

@@ -13,16 +13,15 @@ import multiprocessing
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from messages import Refused
-from stream import OpenMixture, Stream
+from stream import Stream
 
 DEPTH = 2  # batches made ahead
 DEPTH_OF_WORKER = 8  # evens out batches whose rows take one worker longer than the others
@@ -97,15 +96,6 @@ def ahead_in_thread(
 # Worker processes.
 
 
-class Work(NamedTuple):
-    """What a worker makes: the batches of a stream from `position` on."""
-
-    reopen: Callable[[ConfigDict], OpenMixture] | None  # the mixture's
-    fingerprint: str  # the mixture's
-    position: NDArray  # the rows'
-    options: dict[str, Any]  # the stream's fields, except the mixture
-
-
 class Workers:
     """Processes that make the batches of a stream, each some of its rows, from what config.data names."""
 
@@ -169,7 +159,7 @@ class Worker:
         options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
         mixture = options.pop('mixture')  # has functions that cannot be sent
         options['rows'] = self.rows
-        work = Work(mixture.reopen, mixture.fingerprint, self.newest.after, options)
+        work = (mixture.reopen, mixture.fingerprint, self.newest.after, options)
         send(work, self.connection)  # `receive` tells if the process has ended
 
     def receive(self) -> PrefetchedBatch:
@@ -204,7 +194,14 @@ def make_batches(connection: Connection) -> None:
     gc.set_threshold(100_000)
 
     def messages() -> Iterator[PrefetchedBatch | None]:
-        stream = open_stream(connection.recv())
+        reopen, fingerprint, position, options = connection.recv()
+        config = options['config']
+        options['vocabulary'].num_threads = 1  # the other cores have workers of their own
+        opened = reopen(config)
+        if opened.fingerprint != fingerprint:
+            raise Refused(f'data.task={config.task!r}: its files changed meanwhile: start again')
+        stream = Stream(opened, **options)
+        stream.seek(position)
         # The process that started this one has reported the faults found by opening.
         _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
@@ -246,16 +243,3 @@ def send(message: object, connection: Connection) -> bool:
     except ConnectionError:
         return False
     return True
-
-
-def open_stream(work: Work) -> Stream:
-    """Return the stream of a worker."""
-    config = work.options['config']
-    work.options['vocabulary'].num_threads = 1  # the other cores have workers of their own
-    assert work.reopen is not None
-    opened = work.reopen(config)
-    if opened.fingerprint != work.fingerprint:
-        raise Refused(f'data.task={config.task!r}: its files changed meanwhile: start again')
-    stream = Stream(opened, **work.options)
-    stream.seek(work.position)
-    return stream

@@ -180,62 +180,44 @@ def read_tasks(
     opened: Sequence[OpenTask],
     report: Callable[[str], object],
 ) -> list[EvaluatedTask]:
-    """Read the examples of tasks, and report how many were cut."""
+    """Read the examples of a split of tasks, at most infer_eval.num_examples of each; report how many were cut."""
     decoding = decoding_of(config.decode, vocabulary)
     infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises Refused
+    limit = config.infer_eval.num_examples or None
     found = []
     for open_task in opened:
-        task = read_task(open_task, config, split, vocabulary, decoding)
-        num_trimmed = sum(example.is_trimmed for example in task.examples)
-        for line in describe_trimming({task.name: [len(task.examples), num_trimmed]}):
+        tokenized_task = TokenizedTask(open_task, config.data, vocabulary)
+        depends_on = [
+            [split, limit, open_task.source.fingerprint, vocabulary.hash],
+            sorted(check.leaves(config.decode)),
+            sorted(config.data.lengths.items()),
+        ]
+        if config.data.metrics:
+            depends_on.append([config.data.metrics])
+        is_ranked = any(map(takes_scores, open_task.task.metric_fns))
+        examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
+        texts = {example.text('targets', vocabulary) for example in examples}
+        name = open_task.name
+        if texts <= {'', UNKNOWN}:
+            raise Refused(f'task {name!r} has no target in split {split!r}: name another split')
+        content = hashlib.blake2b(digest_size=16)
+        for example in examples:
+            assert example.targets is not None
+            content.update(example.inputs.tobytes() + example.targets.tobytes())
+        check_alike(f'the examples of {name}', content.digest())
+        if split != 'validation':
+            name += f'-{split}'
+        settings = f'{digest(depends_on)} {content.hexdigest()}'
+        task = EvaluatedTask(
+            open_task.task, name, split, examples, vocabulary, config, settings, decoding
+        )
+        for example in examples:
+            task.target(example)  # fails before the run begins, if it does
+        num_trimmed = sum(example.is_trimmed for example in examples)
+        for line in describe_trimming({name: [len(examples), num_trimmed]}):
             report(line)
         found.append(task)
     return found
-
-
-def read_task(
-    opened: OpenTask,
-    config: ConfigDict,
-    split: str,
-    vocabulary: Vocabulary,
-    decoding: infer.Decoding,
-) -> EvaluatedTask:
-    """Read the examples of a split of a task, at most infer_eval.num_examples."""
-    tokenized_task = TokenizedTask(opened, config.data, vocabulary)
-    limit = config.infer_eval.num_examples or None
-    depends_on = [
-        [split, limit, opened.source.fingerprint, vocabulary.hash],
-        sorted(check.leaves(config.decode)),
-        sorted(config.data.lengths.items()),
-    ]
-    if config.data.metrics:
-        depends_on.append([config.data.metrics])
-    is_ranked = any(map(takes_scores, opened.task.metric_fns))
-    examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
-    texts = {example.text('targets', vocabulary) for example in examples}
-    if texts <= {'', UNKNOWN}:
-        raise Refused(f'task {opened.name!r} has no target in split {split!r}: name another split')
-    content = hashlib.blake2b(digest_size=16)
-    for example in examples:
-        assert example.targets is not None
-        content.update(example.inputs.tobytes() + example.targets.tobytes())
-    check_alike(f'the examples of {opened.name}', content.digest())
-    name = opened.name
-    if split != 'validation':
-        name += f'-{split}'
-    task = EvaluatedTask(
-        opened.task,
-        name,
-        split,
-        examples,
-        vocabulary,
-        config,
-        decoding=decoding,
-        settings=f'{digest(depends_on)} {content.hexdigest()}',
-    )
-    for example in examples:
-        task.target(example)  # fails before the run begins, if it does
-    return task
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
