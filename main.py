@@ -59,6 +59,8 @@ def main(argv: list[str]) -> int:
     process.begin()
     signals = process.Signals()
     try:
+        if not __debug__:
+            raise Refused('Haiku needs assertions: run python without -O and PYTHONOPTIMIZE')
         config = command_line.parse(argv)
         if FLAGS.mode in ('train', 'evaluate', 'infer'):
             # A shard of --mode=infer needs no other processes.

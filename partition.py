@@ -34,6 +34,8 @@ Result = TypeVar('Result')
 
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | None = None) -> Mesh:
     """Return a mesh of `data` x `fsdp` x `model` devices; -1 takes the remaining devices."""
+    if not __debug__:
+        raise Refused('Haiku needs assertions: run python without -O and PYTHONOPTIMIZE')
     devices = devices or jax.devices()
     sizes = [data, fsdp, model]
     settings = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.model={model}'
@@ -197,9 +199,7 @@ def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
     for path in paths:
         patterns = [pattern for pattern in table if re.fullmatch(pattern, path)]
         if len(patterns) != 1:
-            raise ValueError(
-                f'parameter {path!r} matches {len(patterns)} rows of the table of specs, {patterns}: it needs one'
-            )
+            raise ValueError(f'{path!r} matches {len(patterns)} rows of specs, not one: {patterns}')
         specs[path] = table[patterns[0]]
     return specs
 

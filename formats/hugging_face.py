@@ -82,6 +82,28 @@ ARGUMENTS_OF_GENERATE = {
     'stop_strings': 'use stop',
     'prefix_allowed_tokens_fn': 'use allowed, with the answers, or a function in filters',
     'logits_processor': 'use filters, with functions (logits_rv, tokens_rT, ids_v) -> logits_rv',
+    'max_length': 'use max_length, one less, because transformers counts the start token',
+    'min_length': 'use min_length, one less, because transformers counts the start token',
+    'eos_token_id': 'use stop, with texts',
+    'temperature': 'use temperature',
+    'top_k': 'use top_k',
+    'top_p': 'use top_p',
+    'min_p': 'use min_p',
+    'repetition_penalty': 'use repetition_penalty',
+    'no_repeat_ngram_size': 'use no_repeat_ngram_size',
+}
+# generation_config.json: settings that change no answer; that count in a beam search or if tokens are drawn; and the
+# values that are our defaults, where this is not None, false, 0 or empty.
+NOT_OF_ANSWERS = (
+    r'_.*|transformers_version|bos_token_id|(use|output|return|cache)_.*|.*(assistant|lookbehind).*'
+)
+OF_BEAMS = {'length_penalty', 'early_stopping', 'num_beam_groups', 'diversity_penalty'}
+OF_DRAWING = {'temperature', 'top_k', 'top_p', 'min_p', 'typical_p', 'eta_cutoff', 'epsilon_cutoff'}
+OURS_OF_GENERATION = {
+    **dict.fromkeys(('max_length', 'max_new_tokens'), 128),
+    **dict.fromkeys(('num_beams', 'num_beam_groups', 'num_return_sequences', 'guidance_scale'), 1),
+    **dict.fromkeys(('repetition_penalty', 'encoder_repetition_penalty', 'top_p', 'typical_p'), 1),
+    'length_penalty': None,
 }
 
 
@@ -375,6 +397,7 @@ def read_index(
                 entries[name] = entry
         arrays = StoredArrays(entries, has_own_lm_head=False)
     first_rows = {}
+    token_ids = {name: settings.get(name) or id for name, id in default_ids.T5_IDS.items()}
     with named(str(config_file)):
         if default_ids.has_default_ids(settings):
             is_tied = arrays.has_decoder and not arrays.has_own_lm_head
@@ -382,6 +405,9 @@ def read_index(
             first_rows[LM_HEAD] = default_ids.ROWS_OF_LOGITS
             settings = {**settings, **default_ids.T5_IDS}
         config = _config(settings, arrays)
+    notes = []
+    if config.num_decoder_layers:
+        notes += _notes_of_generation(folder, token_ids)
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
@@ -395,18 +421,49 @@ def read_index(
     targets: dict[str, SafetensorsEntry] = {}
     for path, name in names.items():
         targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
-    note = ''
     if paths.is_file(folder / '2_Dense' / 'config.json'):
-        note = (
+        notes.append(
             f'{folder} is of sentence-transformers: a vector is the mean of its tokens (--pool=mean), and is still to '
             'be multiplied by the matrix in 2_Dense and divided by its length'
         )
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
-        note = (
+        notes.append(
             f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by '
             'sqrt(d_model), as transformers 5 has them'
         )
-    return config, targets, note
+    return config, targets, '; '.join(notes)
+
+
+def _notes_of_generation(folder: Path, token_ids: Mapping[str, int]) -> list[str]:
+    """Name the settings of generation_config.json that give other answers than our defaults."""
+    file = folder / 'generation_config.json'
+    if not paths.is_file(file):
+        return []
+    try:
+        settings = paths.read_json(file)
+    except (Refused, OSError) as error:  # the model does not need it
+        return [f'{file} is not read: {paths.reason(error)}']
+    ignored: set[str] = set()
+    if settings.get('num_beams') in (None, 1):
+        ignored |= OF_BEAMS
+    if settings.get('do_sample'):
+        settings = {'temperature': 1.0, 'top_k': 50, **settings}  # its defaults
+    else:
+        ignored |= OF_DRAWING
+    if settings.get('max_new_tokens'):
+        ignored.add('max_length')
+    differences = []
+    for name, value in settings.items():
+        ours = {**OURS_OF_GENERATION, **token_ids}.get(name, False)
+        is_same = value in (None, [], {}, ours, [ours])
+        if not (is_same or name in ignored or re.fullmatch(NOT_OF_ANSWERS, name)):
+            remedy = ARGUMENTS_OF_GENERATE.get(name, 'not supported')
+            differences.append(f'{name}={json.dumps(value):.40} ({remedy})')
+    if not differences:
+        return []
+    return [
+        f'{file} is not read; its answers need, in generate or below config.decode: {first_ten(differences, "; ")}'
+    ]
 
 
 def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:

@@ -226,7 +226,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     )
     if request.output_dir:
         check_output(job)
-    if opened.note:
+    if 'mlp_activations' in opened.note:  # `load`, which is given the config, says all else
         logging.warning(opened.note)
     return job
 

@@ -2,7 +2,7 @@
 
 A metric is a function (targets, predictions) or (targets, scores): the names of its parameters say
 which of the two it takes. Bind further settings with functools.partial. Values are Python numbers
-in percent where nothing else is said. There is at least one example, and an output for each target.
+in percent where nothing else is said. There is at least one example, and an output for each target (`paired`).
 Input that would give a wrong number raises an error; other wrong input raises what Python does. Source:
 t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
 """
@@ -56,9 +56,10 @@ def bleu(
     Chinese it is 'zh', for Japanese 'ja-mecab'; 'char' takes each character for a word.
     """
     references: list = [targets]
-    if isinstance(targets[0], list | tuple):
+    if len(targets) and isinstance(targets[0], list | tuple):
         references = list(targets)
-        assert len(targets[0]) == len(predictions), 'each list is a reference for all predictions'
+    for reference in references:
+        paired(reference, predictions)
     return {'bleu': BLEU(tokenize=tokenizer).corpus_score(predictions, references).score}
 
 
@@ -92,15 +93,14 @@ def rouge(
             return [re.findall('[a-z0-9]+', line) for line in lines]
         return [tokenize(line).split() for line in lines]
 
-    target_sentences = []
-    for target in targets:
+    examples = []
+    for target, prediction in paired(targets, predictions):
         references = [target] if isinstance(target, str) else target
-        target_sentences.append(list(map(sentences_of, references)))
-    prediction_sentences = list(map(sentences_of, predictions))
+        examples.append((list(map(sentences_of, references)), sentences_of(prediction)))
     values = {}
     for key in score_keys:
         f1 = []
-        for of_references, prediction in zip(target_sentences, prediction_sentences, strict=True):
+        for of_references, prediction in examples:
             f1.append(max(rouge_f1(key, target, prediction) for target in of_references))
         if bootstrap_seed is None:
             values[key] = mean_percent(f1)
@@ -206,7 +206,7 @@ def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Va
     check_answers(targets)
     exact_matches = []
     f1 = []
-    for answers, prediction in zip(targets, predictions, strict=True):
+    for answers, prediction in paired(targets, predictions):
         words = normalize_squad(prediction).split()
         words_of_answers = [normalize_squad(answer).split() for answer in answers]
         # An answer without a word, such as 'the', counts only if all are.
@@ -246,7 +246,7 @@ def answer_scores(
     check_answers(targets)
     exact_matches = []
     f1 = []
-    for answers, prediction in zip(targets, predictions, strict=True):
+    for answers, prediction in paired(targets, predictions):
         prediction = normalize(prediction)
         answers = [normalize(answer) for answer in answers]
         exact_matches.append(prediction in answers)
@@ -290,7 +290,7 @@ def span_squad(targets: Sequence[Mapping], predictions: Sequence[str]) -> Values
     The numbers count words of the context. `targets`: {'context': text, 'answers': texts}.
     """
     texts = []
-    for target, span in zip(targets, predictions, strict=True):
+    for target, span in paired(targets, predictions):
         words = re.sub(r'\W', ' ', target['context']).split()
         tokens = re.sub(r'\W', ' ', span).split()
         try:
@@ -313,7 +313,7 @@ def natural_questions(
     number of questions that count. Source: t5_closed_book_qa/t5_cbqa/metrics.py.
     """
     is_correct = []
-    for annotations, [group] in zip(targets, predictions, strict=True):
+    for annotations, [group] in paired(targets, predictions):
         answer_sets = [set(map(normalize_squad, answers)) for answers in annotations if answers]
         if len(answer_sets) >= non_null_threshold:
             is_correct.append(set(map(normalize_squad, group)) in answer_sets)
@@ -331,7 +331,7 @@ def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: boo
     them in a row have an empty token between.
     """
     distances = []
-    for target, prediction in zip(targets, predictions, strict=True):
+    for target, prediction in paired(targets, predictions):
         if lower:
             target = target.lower()
             prediction = prediction.lower()
@@ -350,7 +350,8 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
 
     Both are sums over the corpus. Source: byt5/metrics.py.
     """
-    return {'cer': sum(map(levenshtein, targets, predictions)) / sum(map(len, targets))}
+    num_edits = sum(itertools.starmap(levenshtein, paired(targets, predictions)))
+    return {'cer': num_edits / sum(map(len, targets))}
 
 
 def word_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
@@ -359,7 +360,7 @@ def word_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> 
     `targets`: the references of each prediction, such as all pronunciations of a word.
     """
     check_answers(targets)
-    pairs = zip(targets, predictions, strict=True)
+    pairs = paired(targets, predictions)
     return {'word_error': mean_percent([prediction not in target for target, prediction in pairs])}
 
 
@@ -372,7 +373,7 @@ def phoneme_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) 
     check_answers(targets)
     num_edits = 0
     num_phonemes = 0
-    for references, prediction in zip(targets, predictions, strict=True):
+    for references, prediction in paired(targets, predictions):
         phonemes = [reference.split() for reference in references]
         distances = [levenshtein(reference, prediction.split()) for reference in phonemes]
         nearest = int(np.argmin(distances))
@@ -403,7 +404,7 @@ def span_f1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
     num_common = 0
     num_targets = 0
     num_predictions = 0
-    for target, prediction in zip(targets, predictions, strict=True):
+    for target, prediction in paired(targets, predictions):
         target_spans = tagged_spans(target)
         prediction_spans = tagged_spans(prediction)
         num_common += count_common(target_spans, prediction_spans)
@@ -428,23 +429,22 @@ def tagged_spans(text: str) -> list[tuple[str, str]]:
 def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values:
     """Return {'accuracy'} of class ids or of texts."""
     check_labels(targets, predictions)
-    is_equal = [x == y for x, y in zip(targets, predictions, strict=True)]
+    is_equal = [x == y for x, y in paired(targets, predictions)]
     return {'accuracy': mean_percent(is_equal)}
 
 
 def accuracy_of_references(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
     """Return the percentage of predictions that are one of their references."""
-    pairs = zip(targets, predictions, strict=True)
+    pairs = paired(targets, predictions)
     return {'accuracy': mean_percent([prediction in target for target, prediction in pairs])}
 
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> Values:
     """Return {'f1'} of class 1. A prediction that is neither 0 nor 1 counts as the wrong class."""
-    classes = as_numbers(targets)
+    classes, labels = as_numbers(targets, predictions)
     if not np.isin(classes, (0, 1)).all():
         raise Refused('a target of F1 is neither 0 nor 1: leave out such examples')
     is_target = classes == 1
-    labels = as_numbers(predictions)
     is_predicted = np.where(np.isin(labels, (0, 1)), labels == 1, ~is_target)
     return {'f1': 100 * class_f1(is_target, is_predicted, np.ones(len(classes)))}
 
@@ -465,8 +465,7 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
 
     def metric(targets: Sequence[int], predictions: Sequence[int]) -> Values:
         classes = np.arange(num_classes)
-        is_target = as_numbers(targets)[:, None] == classes[None]
-        is_predicted = as_numbers(predictions)[:, None] == classes[None]
+        is_target, is_predicted = as_numbers(targets, predictions)[..., None] == classes
         weights = np.ones(len(targets))
         return {f'mean_{num_classes}class_f1': mean_class_f1(is_target, is_predicted, weights)}
 
@@ -532,14 +531,13 @@ def mean_class_f1(is_target: np.ndarray, is_predicted: np.ndarray, weights: np.n
 
 def pearson_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
     """Return {'pearson_corrcoef'}, nan where either side is constant."""
-    return {'pearson_corrcoef': correlation_percent(as_numbers(targets), as_numbers(predictions))}
+    return {'pearson_corrcoef': correlation_percent(*as_numbers(targets, predictions))}
 
 
 def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
     """Return {'spearman_corrcoef'}, nan where either side is constant."""
-    x = ranks(as_numbers(targets))
-    y = ranks(as_numbers(predictions))
-    return {'spearman_corrcoef': correlation_percent(x, y)}
+    x, y = as_numbers(targets, predictions)
+    return {'spearman_corrcoef': correlation_percent(ranks(x), ranks(y))}
 
 
 def correlation_percent(x: np.ndarray, y: np.ndarray) -> float:
@@ -597,7 +595,7 @@ def deduplicate_metric(metric_fn: Metric) -> Metric:
 def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Iterable[list[tuple]]:
     """Return the groups, in the order of the first example of each: (target, prediction) of all in it."""
     groups: dict[Hashable, list[tuple]] = defaultdict(list)
-    for target, prediction in zip(targets, predictions, strict=True):
+    for target, prediction in paired(targets, predictions):
         groups[target['group']].append((target['value'], prediction['value']))
     return groups.values()
 
@@ -628,7 +626,7 @@ def rank_classification(
     percent; but not where an example has several correct choices.
     """
     found: dict[tuple[int, int], Choice] = {}
-    for target, score in zip(targets, scores, strict=True):
+    for target, score in paired(targets, scores):
         (example, choice), is_correct, weight, length = target
         idx = (int(example), int(choice))
         if math.isnan(score):
@@ -706,14 +704,23 @@ def check_answers(targets: Sequence[object]) -> None:
 
 def check_labels(targets: Sequence[object], predictions: Sequence[object]) -> None:
     """Raise an error unless all are texts, or all are numbers."""
-    labels = [*targets, *predictions]
+    labels = itertools.chain(*paired(targets, predictions))
     if not all(isinstance(label, str) for label in labels):
-        as_numbers(labels)
+        as_numbers(targets, predictions)
 
 
-def as_numbers(values: Sequence[object]) -> np.ndarray:
-    """Return numbers as float64 [examples]."""
-    for value in values:
+def as_numbers(targets: Sequence[object], predictions: Sequence[object]) -> np.ndarray:
+    """Return targets and predictions as float64 [2, examples]."""
+    for value in itertools.chain(*paired(targets, predictions)):
         is_number = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
         assert is_number, f'{value!r:.40} is not a finite number'
-    return np.array(values, np.float64)
+    return np.array([targets, predictions], np.float64)
+
+
+def paired(targets: Sequence, outputs: Sequence) -> list[tuple]:
+    """Return each target with its output."""
+    if len(targets) != len(outputs) or not len(targets):
+        raise ValueError(
+            f'{len(targets)} targets and {len(outputs)} outputs: a metric needs one output for each, and an example'
+        )
+    return list(zip(targets, outputs, strict=True))

@@ -13,6 +13,8 @@ import io
 import json
 import os
 import pathlib
+import re
+import shutil
 import struct
 
 import chex
@@ -35,6 +37,7 @@ import model
 import partition
 from formats import hugging_face, own_model, peft, write_hugging_face
 from formats.vocabulary import files_of, find_vocabulary
+from modes import infer as infer_mode
 from vocabulary import SentencePieceVocabulary
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf_t5_1_1'
@@ -141,6 +144,42 @@ def test_what_transformers_wrote_we_write(tmp_path):
     ours = json.loads((tmp_path / 'hf/config.json').read_text())
     theirs = json.loads((GOLDEN / 'config.json').read_text())
     assert ours.items() <= theirs.items()
+
+
+BEAMS = {'num_beams': 5, 'length_penalty': 0.0, 'early_stopping': True}
+DRAWS = {'do_sample': True, 'top_p': 0.9}
+SAID_OF_GENERATION = [
+    # generation_config.json, and what the line names, in order
+    (BEAMS, 'num_beams=5 (use beam_size)|length_penalty=0.0 (use alpha|early_stopping=true (not'),
+    (DRAWS, 'temperature=1.0 (use temp|top_k=50 (|do_sample=true (use temp|top_p=0.9 (use top_p)'),
+    (
+        {'min_length': 8, 'max_length': 200},
+        'min_length=8 (use min_l|max_length=200 (use max_length, one',
+    ),
+    ({'max_new_tokens': 60, 'max_length': 20}, 'max_new_tokens=60 (use max_length'),
+    ({'no_repeat_ngram_size': 1, 'repetition_penalty': 1}, 'no_repeat_ngram_size=1 (use no_repeat'),
+    (
+        {'eos_token_id': [1, 32], 'forced_eos_token_id': 1},
+        'eos_token_id=[1, 32] (use stop|forced_eos_token_id=1 (not',
+    ),
+    ({'length_penalty': 2.0, 'top_k': 9, 'temperature': 0.3, 'use_cache': False}, ''),
+    ({'num_beams': 1, 'eos_token_id': [1], '_x': 3, 'bad_words_ids': [], 'top_p': 1.0}, ''),
+    ('[1', 'generation_config.json is damaged'),
+]
+
+
+@pytest.mark.parametrize('content, said', SAID_OF_GENERATION)
+def test_generation_settings_that_differ_are_named(tmp_path, caplog, content, said):
+    folder = shutil.copytree(GOLDEN, tmp_path / 'hf')
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / 'generation_config.json').write_text(text)
+    request = infer_mode.Request(str(folder), text='a')
+    infer_mode.load(infer_mode.prepare(request, None, {'data.vocabulary': 'bytes'}))
+    infer.load(folder, part='encoder')  # does not generate
+    message = ''.join(caplog.messages)
+    assert len(caplog.messages) == bool(said)
+    assert re.search('.*'.join(map(re.escape, said.split('|'))), message)
+    assert re.findall(r'\w+=', message) == re.findall(r'\w+=', said)  # no others
 
 
 SHARDS = [*((name, 10_000, 'float32') for name in CONFIGS), ('t5_1_1', 5 * 10**9, 'bfloat16')]
@@ -646,12 +685,15 @@ def write_madlad(folder, start=0):
 
 
 @pytest.mark.parametrize('start', [0, 1])
-def test_parameters_and_vocabulary_have_t5s_ids(tmp_path, start):
+def test_parameters_and_vocabulary_have_t5s_ids(tmp_path, caplog, start):
     folder = tmp_path / 'madlad'
     arrays = write_madlad(folder, start)
+    generation = {'pad_token_id': 1, 'eos_token_id': 2, 'decoder_start_token_id': start}
+    (folder / 'generation_config.json').write_text(json.dumps(generation))
     table = load_file(folder / 'model.safetensors')['shared.weight']
     edit_arrays(folder, shared__weight=None, decoder__embed_tokens__weight=table)  # as released
     t5 = infer.load(folder)
+    assert not caplog.messages
     assert_same_bits(t5.arrays, arrays)
     encoded = t5.vocabulary.encode(TEXTS)
     assert [in_default_order(ids) for ids in encoded] == PROCESSOR.encode(TEXTS)

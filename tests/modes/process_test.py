@@ -35,6 +35,30 @@ def shell(command, folder, **environment):
     )
 
 
+NOT_OPTIMIZED = 'Haiku needs assertions: run python without -O and PYTHONOPTIMIZE'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('option', ['-O', '-OO'])
+@pytest.mark.parametrize(
+    'flags', [f'{TRAIN} --workdir=out', INFER, f'--mode=convert --from={T5X} --to=out']
+)
+def test_python_without_assertions_is_refused(tmp_path, option, flags):
+    command = [sys.executable, option, f'{ROOT}/main.py', *flags.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f'main.py: {NOT_OPTIMIZED}\n')
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_script_without_assertions_is_refused():
+    program = f"import infer; infer.load('{T5X}')"
+    environment = ENVIRONMENT | {'PYTHONOPTIMIZE': '1'}
+    command = [sys.executable, '-c', program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.endswith(f'Refused: {NOT_OPTIMIZED}\n')
+
+
 @pytest.mark.slow
 def test_a_closed_output_is_an_error(tmp_path):
     done = shell('--mode=tasks >&- <&-', tmp_path)

@@ -76,6 +76,15 @@ def test_every_entry_of_the_originals(name):
         check_entry(entry)
 
 
+WITHOUT_ORACLES = [
+    metrics.squad_v2,  # golden/squad_v2.json
+    metrics.accuracy_of_references,  # weights_and_references_test.py
+    metrics.bleu_of_references,
+    metrics.word_error,  # by hand
+    metrics.phoneme_error,
+]
+
+
 def test_the_oracles_have_every_metric():
     """A public function that takes targets is a metric; those that make metrics are in entries, too."""
     public = set()
@@ -83,12 +92,26 @@ def test_the_oracles_have_every_metric():
         if inspect.signature(function).return_annotation == metrics.Values:
             public.add(name)
     named = {entry['metric'] for entry in oracle('metrics.json')}
-    named.add('squad_v2')  # golden/squad_v2.json
-    named |= {'accuracy_of_references', 'bleu_of_references'}  # weights_and_references_test.py
-    named |= {'word_error', 'phoneme_error'}  # by hand
+    named |= {metric_fn.__name__ for metric_fn in WITHOUT_ORACLES}
     helpers = ['answer_scores', 'areas_under_curves', 'fixed_choice_metrics']
     assert public - set(helpers) <= named
     assert named >= {'mean_multiclass_f1', 'mean_group_metric_all_match', 'deduplicate_squad'}
+
+
+def test_every_metric_needs_as_many_outputs_as_targets_and_at_least_one():
+    examples = [(metric_fn, [['a', 'b'], ['c']], ['a', 'b']) for metric_fn in WITHOUT_ORACLES]
+    for entry in oracle('metrics.json'):
+        settings = dict(entry['kwargs'])
+        metric_fn = functools.partial(find_metric(entry['metric'], settings), **settings)
+        outputs = entry['scores'] if 'scores' in entry else entry['predictions']
+        examples.append((metric_fn, hashable_groups(entry['targets']), outputs))
+    for metric_fn, targets, outputs in examples:
+        for wrong in ([], outputs * 2, outputs[:-1]):
+            with pytest.raises(ValueError, match=f'and {len(wrong)} outputs'):
+                metric_fn(targets, wrong)
+        for wrong in ([], outputs):
+            with pytest.raises(ValueError, match='^0 targets'):
+                metric_fn([], wrong)
 
 
 # ROUGE.
@@ -352,7 +375,6 @@ REFUSED = [
 # Targets that no postprocessor should give: the metrics would count them without a word.
 MISTAKES = [
     (metrics.rank_classification, [CHOICE, CHOICE], [-1.0, -2.0]),
-    (metrics.bleu, [['a', 'b'], ['c', 'd'], ['e', 'f']], ['a', 'c', 'e']),
     (metrics.squad, ['one answer'], ['a']),
     (metrics.accuracy, [1, 0], ['True', 'False']),
     (metrics.accuracy, ['a', b'b'], ['a', 'b']),
