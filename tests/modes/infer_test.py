@@ -674,6 +674,38 @@ def test_results_of_other_settings_are_not_mixed(tmp_path, loaded):
         do(**request)
 
 
+def test_results_of_a_model_that_was_exchanged_are_not_taken(tmp_path, loaded):
+    """Nor those of adapters whose base was. Results in the model's own folder are no part of it."""
+    file, _ = write_examples(tmp_path, num_examples=4)
+    base = shutil.copytree(GOLDEN / 'hf_t5_1_1', tmp_path / 'base')
+    adapters = shutil.copytree(GOLDEN / 'peft/rslora', tmp_path / 'adapters')
+    settings = json.loads((adapters / 'adapter_config.json').read_text())
+    settings['base_model_name_or_path'] = str(base)
+    (adapters / 'adapter_config.json').write_text(json.dumps(settings))
+    single = tmp_path / 'single.safetensors'
+    shutil.copy(base / 'model.safetensors', single)
+    t5x = shutil.copytree(T5X, tmp_path / 'checkpoint_6')
+    (t5x / 'manifest.json').unlink(missing_ok=True)
+    array = next(t5x.glob('target.*/0.0'))
+    for model, exchanged in [
+        (base, base / 'model.safetensors'),
+        (base, base / 'config.json'),
+        (single, single),
+        (adapters, adapters / 'adapter_model.safetensors'),
+        (adapters, base / 'model.safetensors'),
+        (t5x, array),
+    ]:
+        folder = model if model == base else tmp_path / f'out-{model.name}'
+        request = {'checkpoint': model, 'input': str(file), 'output_dir': str(folder)}
+        do(**request)
+        do(**request)
+        time_ns = exchanged.stat().st_mtime_ns
+        os.utime(exchanged, ns=(0, time_ns + 1))
+        with pytest.raises(Refused, match='checkpoint/files: .*: name another folder'):
+            do(**request)
+        os.utime(exchanged, ns=(0, time_ns))
+
+
 def test_a_shard_is_written_by_one_process(tmp_path, loaded, questions):
     with lock(tmp_path / '.lock-00000-of-00001', 'the shard', 'wait for it'):
         with pytest.raises(Refused, match='shard 1/1'):
