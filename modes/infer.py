@@ -196,7 +196,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     elif request.input:
         lines = infer_input.FileExamples(
             request.input,
-            config.data,
+            infer_input.with_templates(config.data),
             vocabulary,
             needs_targets=request.score,
             trim=request.trim,

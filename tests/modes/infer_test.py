@@ -354,6 +354,27 @@ def write_tasks(folder):
     return {'data.module': str(folder / 'my_tasks.py')}
 
 
+def test_a_file_takes_the_templates_of_the_task_of_the_run(tmp_path, loaded, monkeypatch, capsys):
+    """Settings come first, as in a run."""
+    of_run = {name.removeprefix('data.'): x for name, x in write_tasks(tmp_path).items()}
+    of_run['task'] = 'sums'
+    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': of_run})
+    (tmp_path / 'new.jsonl').write_text('{"a": 7, "b": "8", "c": 9}')
+    for changes, inputs, targets in [
+        ({}, 'add: 7', '8'),
+        ({'data.targets': '{c}!'}, 'add: 7', '9!'),
+        ({'data.inputs': '{c}'}, '9', None),
+        ({'data.task': 'sums2'}, '8', '7'),
+    ]:
+        do(CHANGES | changes, input=f'{tmp_path}/new.jsonl', fields=('all',))
+        found = json.loads(capsys.readouterr().out)['inputs']
+        assert found['inputs_pretokenized'] == inputs
+        assert found.get('targets_pretokenized') == targets
+    with pytest.raises(Refused, match="'a'"):
+        (tmp_path / 'new.csv').write_text('c,d\n1,2')
+        do(CHANGES, input=f'{tmp_path}/new.csv')
+
+
 def test_a_mixture_is_inferred_task_by_task_and_cut_as_in_training(tmp_path, loaded):
     changes = CHANGES | write_tasks(tmp_path) | {'data.task': 'both', 'data.lengths.targets': 8}
     folder = tmp_path / 'out'
