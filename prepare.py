@@ -28,7 +28,7 @@ import train
 import validation
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
-from messages import Refused
+from messages import Refused, first_ten
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, workdir
 from run.agreement import check_alike
@@ -199,6 +199,13 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             held_out,
         ):
             terminal.line(line)
+
+        with_metrics = [task.name for task in held_out.tasks if task.task.metric_fns]
+        if with_metrics and not config.infer_eval.every_steps:
+            names = first_ten(with_metrics)
+            terminal.line(
+                f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
+            )
 
         # The examples of task metrics, and whether train.early_stopping has ended the run.
         with terminal.working('Reading the examples of task metrics'):

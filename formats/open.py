@@ -24,11 +24,17 @@ from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
 from messages import Refused, first_ten, named
 from model import T5Config
+from randomness import digest
 
 # Uses of a checkpoint: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')
 # The paths of a decoder's arrays, and the names of their files.
 DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
+# The names of the files that foreign models are read from; results may lie beside them.
+MODEL_FILE = re.compile(
+    r'(?!.+-encodings-\d).+\.(safetensors|model|index|index\.json|data-.+)|checkpoint|'
+    r'(.+_)?(config|map|tokens|tokenizer)\.json'
+)
 
 
 class OpenedCheckpoint(NamedTuple):
@@ -112,15 +118,7 @@ def open_checkpoint(
     merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is
     read; 'whole' refuses an encoder alone.
     """
-    directory = paths.to_path(path)
-    steps = checkpoint.steps(directory)
-    if steps or step:
-        [chosen, *others] = choose_steps(directory, step, steps)
-        if others:
-            raise Refused(f'step={step}: name one number, last or best')
-        directory /= f'checkpoint_{chosen}'
-    elif directory.name == 'checkpoint' and paths.is_file(directory):
-        directory = directory.parent
+    directory = checkpoint_folder(path, step)
     if paths.is_file(directory):
         hugging_face.check_file(directory, is_adapter=directory.name in peft.FILES)
         if isinstance(directory, Path) and directory.suffix != '.safetensors':
@@ -153,6 +151,50 @@ def open_checkpoint(
             if re.fullmatch(DECODER, name):
                 del opened.leaves[name]
     return opened
+
+
+def checkpoint_folder(path: str | paths.AnyPath, step: str = '') -> paths.AnyPath:
+    """Return the checkpoint of a workdir, the folder of T5X's index file, or `path`."""
+    directory = paths.to_path(path)
+    steps = checkpoint.steps(directory)
+    if steps or step:
+        [chosen, *others] = choose_steps(directory, step, steps)
+        if others:
+            raise Refused(f'step={step}: name one number, last or best')
+        directory /= f'checkpoint_{chosen}'
+    elif directory.name == 'checkpoint' and paths.is_file(directory):
+        directory = directory.parent
+    return directory
+
+
+def identity(directory: paths.AnyPath) -> str:
+    """Return a hash that changes if another model is written to `directory`, or to the base of its adapters.
+
+    It is of the manifest of a checkpoint of ours, else of the names, sizes and times of the model's files.
+    """
+    facts: list[object] = []
+    files = []
+    if paths.is_file(directory / checkpoint.MANIFEST):
+        facts.append((directory / checkpoint.MANIFEST).read_bytes())
+    elif directory.is_dir():
+        files = [file for file in paths.list_folder(directory) if MODEL_FILE.fullmatch(file.name)]
+        files += directory.glob('target.*/*')
+    else:  # one file, or the prefix of several
+        name = directory.stem if paths.is_file(directory) else directory.name
+        for file in paths.list_folder(directory.parent):
+            if file.name.startswith(f'{name}.'):
+                files.append(file)
+    for file in sorted(files, key=str):
+        if paths.is_file(file):
+            facts += [str(file), paths.status_of(file)]
+            if isinstance(file, Path):
+                facts.append(file.stat().st_mtime_ns)
+    base = checkpoint.flatten(read_stored(directory)).get('base/directory')
+    if peft.is_folder(directory):
+        base = peft.read_settings(directory)['base_model_name_or_path']
+    if base:
+        facts.append(identity(checkpoint_folder(str(base))))
+    return digest(facts)
 
 
 LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)

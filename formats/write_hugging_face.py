@@ -13,7 +13,7 @@ import model
 import paths
 from formats import hugging_face, own_options
 from formats.vocabulary import files_of
-from messages import Refused
+from messages import Refused, first_ten
 from vocabulary import Vocabulary
 
 
@@ -30,6 +30,9 @@ def write(
     one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
+    unknown = sorted(set(arrays) - hugging_face.parameter_names(config).keys())
+    if unknown:
+        raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
     with new_folder(folder) as unfinished:
         write_json(unfinished / 'config.json', settings)
         for name, content in files_of(vocabulary).items():

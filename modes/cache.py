@@ -91,7 +91,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     config.use_cached = 'no'
     vocabulary = vocabulary_of(config)
     root = paths.disk_path(cache_roots(config)[0])
-    messages = []
+    messages = tasks.open.replacements(config)
     opened: dict[Path, TokenizedTask] = {}
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         folder = Path(root, *name.split(':'))

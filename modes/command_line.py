@@ -173,7 +173,10 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if not file and FLAGS.mode in ('evaluate', 'infer'):
         return None
     if not file and FLAGS.mode != 'tasks':
-        raise Refused('--config is missing: try --config=configs/tiny.py')
+        raise Refused(
+            f'--mode={FLAGS.mode} needs --config=FILE, which says the model, the data and the batch: try '
+            '--config=configs/tiny.py'
+        )
     if FLAGS.mode == 'tasks':
         FLAGS.config.data.task = ''.join(words) or changes().get('data.task', '')
     settings.check(FLAGS.config)

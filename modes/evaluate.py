@@ -21,6 +21,7 @@ import infer
 import partition
 import paths
 import tasks.open
+from checkpoint import MANIFEST
 from configs import check
 from formats import own_model, own_options
 from messages import Refused, first_ten
@@ -181,8 +182,9 @@ class CheckpointEvaluation:
     def identity(self, task: task_metrics.EvaluatedTask, path: AnyPath) -> str:
         """Return what the results of a task and a checkpoint depend on, as hashes."""
         settings, examples = task.settings.split()
-        if self.folder not in (path, path.parent):  # another folder than that of its run
-            settings = digest([settings, str(path)])
+        is_of_run = self.folder == path.parent and paths.is_file(path / MANIFEST)
+        if not is_of_run:
+            settings = digest([settings, str(path), formats.open.identity(path)])
         if self.model_config is not None or self.dtype != 'float32':
             settings = digest([settings, str(self.model_config), self.dtype])
         return f'{settings} {examples}'

@@ -196,7 +196,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     elif request.input:
         lines = infer_input.FileExamples(
             request.input,
-            config.data,
+            infer_input.with_templates(config.data),
             vocabulary,
             needs_targets=request.score,
             trim=request.trim,
@@ -640,8 +640,9 @@ def check_output(job: Job) -> None:
     """Raise Refused for an output folder that holds results of other settings, or other files."""
     folder = paths.disk_path(job.request.output_dir)
     paths.check_new(folder)
-    if jax.process_index() == 0:
-        results.check_writable(folder)
+    if jax.process_index() > 0:  # its copy of the model may have other times
+        return
+    results.check_writable(folder)
     file = folder / SETTINGS
     changes = []
     if file.exists():
@@ -666,15 +667,15 @@ def settings_as_json(job: Job) -> dict:
         model_settings[name] = digest_of(content)
     if job.model_config.options is not None:
         model_settings['options'] = own_options.as_dict(job.model_config.options)
-    manifest = ''
-    if paths.is_file(job.directory / checkpoint.MANIFEST):  # a checkpoint of ours
-        manifest = digest_of((job.directory / checkpoint.MANIFEST).read_bytes())
     decode_settings = job.config.decode.to_dict()
     if job.config.decode.module:
         file = user_code.module_file('decode.module', job.config.decode.module)
         decode_settings['module'] = digest_of(file.read_bytes())
     return {
-        'checkpoint': {'path': str(job.directory), 'manifest': manifest},
+        'checkpoint': {
+            'path': str(job.directory),
+            'files': formats.open.identity(job.directory),
+        },
         'vocabulary': job.vocabulary.hash,
         'model': model_settings,
         'restore': {'dtype': job.config.restore.dtype},

@@ -32,6 +32,7 @@ from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
+from tasks.names import look_up
 from vocabulary import EOS_ID, Vocabulary
 
 STANDARD_INPUT = '-'
@@ -67,6 +68,18 @@ def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[Tokenized
             raise Refused(f'data.task={name!r} has no inputs: name another, or a file with --input')
         opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
         yield TokenizedTask(opened, config, vocabulary)
+
+
+def with_templates(config: ConfigDict) -> ConfigDict:
+    """Return config.data with the templates of its task, unless it has its own."""
+    row = None if config.inputs else look_up(config.task, config.module)
+    if not isinstance(row, tasks.Task) or not row.templates:
+        return config
+    own = config.copy_and_resolve_references()
+    own.inputs = row.inputs
+    if not own.targets and not own.references:
+        own.update(targets=row.targets, references=row.references)
+    return own
 
 
 def as_they_come(examples: Iterable[Example], size: int) -> Iterator[Sequence[tuple[int, Example]]]:

@@ -119,6 +119,21 @@ def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
     return changed
 
 
+def replacements(config: ConfigDict) -> list[str]:
+    """Return a line if texts of config.data replace those of the row that data.task names."""
+    row = look_up(config.task, config.module)
+    names = []
+    for name in TEXTS if isinstance(row, Task) else ():
+        own = getattr(row, 'metric_fns' if name == 'metrics' else name)
+        if own and config[name] not in ('', own):
+            names.append(name)
+    if not names:
+        return []
+    settings = ', '.join(f'data.{name}={config[name]!r}' for name in names)
+    remedy = ' '.join(f'--config.data.{name}=' for name in names)
+    return [f'{settings} instead of what data.task={config.task!r} has: {remedy} restores that.']
+
+
 def with_all_fields(preprocess_fn: PreprocessFn, fields: Fields) -> list[Example]:
     """Return the examples of a record of T5's data sets, whose fields a user's file may lack."""
     try:

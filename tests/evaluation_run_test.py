@@ -165,6 +165,21 @@ def test_the_settings_of_the_model_count(evaluated, tmp_path):
     assert hashes != results.Results(evaluated / 'run').entries('rank')
 
 
+def test_results_of_a_model_that_was_exchanged_are_not_taken(evaluated, tmp_path):
+    """Also beside the model."""
+    model = shutil.copytree(ROOT / 'tests/golden/hf_t5_1_1', tmp_path / 'model')
+    changes = {'data.module': f'{evaluated}/mine.py', 'data.task': 'rank', 'mesh.data': 1}
+    changes['data.vocabulary'] = 'bytes'
+    for output_dir in (tmp_path, tmp_path / 'out', model):
+        flags = {'checkpoint': str(model), 'output_dir': str(output_dir)}
+        evaluate_mode.prepare(None, changes, **flags).run()
+        evaluate_mode.prepare(None, changes, **flags)
+        os.utime(model / 'model.safetensors', ns=(0, 0))
+        with pytest.raises(Refused, match='rank at step 0 from other files'):
+            evaluate_mode.prepare(None, changes, **flags)
+        shutil.copy2(ROOT / 'tests/golden/hf_t5_1_1/model.safetensors', model)
+
+
 @pytest.fixture
 def evaluated_copy(evaluated, tmp_path):
     """A copy of the run that a test may change, beside another file of questions."""

@@ -35,8 +35,9 @@ import formats.vocabulary
 import infer
 import model
 import partition
-from formats import hugging_face, own_model, peft, write_hugging_face
+from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
 from formats.vocabulary import files_of, find_vocabulary
+from messages import Refused
 from modes import infer as infer_mode
 from vocabulary import SentencePieceVocabulary
 
@@ -932,3 +933,17 @@ def test_transformers_computes_and_answers_the_same(transformers, tmp_path, star
     assert_same_logits(t5.logits(batch), logits, targets)
     expected = PROCESSOR.decode([row[1:].tolist() for row in answers])
     assert t5.generate(TEXTS, max_length=8) == expected
+
+
+def test_parameters_that_transformers_lacks_are_named(tmp_path):
+    """Those of a fork that changed model.py."""
+    arrays = random_arrays(CONFIGS['t5_1_1']) | {
+        'encoder/gate/bias': np.zeros(3),
+        'domains/table': 0,
+    }
+    with pytest.raises(Refused, match='domains/table, encoder/gate/bias: .*--format=t5x'):
+        write_hugging_face.write(tmp_path / 'to', CONFIGS['t5_1_1'], arrays)
+    kernels = {'encoder/gate/kernel': (np.zeros([2, 1]), np.zeros([1, 2]))}
+    with pytest.raises(Refused, match='encoder/gate/kernel: .*--format=t5x'):
+        write_peft.write(tmp_path / 'to', CONFIGS['t5_1_1'], kernels, None, 'base')
+    assert list(tmp_path.iterdir()) == []

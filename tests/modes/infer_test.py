@@ -355,6 +355,27 @@ def write_tasks(folder):
     return {'data.module': str(folder / 'my_tasks.py')}
 
 
+def test_a_file_takes_the_templates_of_the_task_of_the_run(tmp_path, loaded, monkeypatch, capsys):
+    """Settings come first, as in a run."""
+    of_run = {name.removeprefix('data.'): x for name, x in write_tasks(tmp_path).items()}
+    of_run['task'] = 'sums'
+    monkeypatch.setattr(check, 'read_stored', lambda directory: {'data': of_run})
+    (tmp_path / 'new.jsonl').write_text('{"a": 7, "b": "8", "c": 9}')
+    for changes, inputs, targets in [
+        ({}, 'add: 7', '8'),
+        ({'data.targets': '{c}!'}, 'add: 7', '9!'),
+        ({'data.inputs': '{c}'}, '9', None),
+        ({'data.task': 'sums2'}, '8', '7'),
+    ]:
+        do(CHANGES | changes, input=f'{tmp_path}/new.jsonl', fields=('all',))
+        found = json.loads(capsys.readouterr().out)['inputs']
+        assert found['inputs_pretokenized'] == inputs
+        assert found.get('targets_pretokenized') == targets
+    with pytest.raises(Refused, match="'a'"):
+        (tmp_path / 'new.csv').write_text('c,d\n1,2')
+        do(CHANGES, input=f'{tmp_path}/new.csv')
+
+
 def test_a_mixture_is_inferred_task_by_task_and_cut_as_in_training(tmp_path, loaded):
     changes = CHANGES | write_tasks(tmp_path) | {'data.task': 'both', 'data.lengths.targets': 8}
     folder = tmp_path / 'out'
@@ -673,6 +694,38 @@ def test_results_of_other_settings_are_not_mixed(tmp_path, loaded):
     (folder / 'infer.json').unlink()
     with pytest.raises(Refused, match='questions-predict.jsonl'):
         do(**request)
+
+
+def test_results_of_a_model_that_was_exchanged_are_not_taken(tmp_path, loaded):
+    """Nor those of adapters whose base was. Results in the model's own folder are no part of it."""
+    file, _ = write_examples(tmp_path, num_examples=4)
+    base = shutil.copytree(GOLDEN / 'hf_t5_1_1', tmp_path / 'base')
+    adapters = shutil.copytree(GOLDEN / 'peft/rslora', tmp_path / 'adapters')
+    settings = json.loads((adapters / 'adapter_config.json').read_text())
+    settings['base_model_name_or_path'] = str(base)
+    (adapters / 'adapter_config.json').write_text(json.dumps(settings))
+    single = tmp_path / 'single.safetensors'
+    shutil.copy(base / 'model.safetensors', single)
+    t5x = shutil.copytree(T5X, tmp_path / 'checkpoint_6')
+    (t5x / 'manifest.json').unlink(missing_ok=True)
+    array = next(t5x.glob('target.*/0.0'))
+    for model, exchanged in [
+        (base, base / 'model.safetensors'),
+        (base, base / 'config.json'),
+        (single, single),
+        (adapters, adapters / 'adapter_model.safetensors'),
+        (adapters, base / 'model.safetensors'),
+        (t5x, array),
+    ]:
+        folder = model if model == base else tmp_path / f'out-{model.name}'
+        request = {'checkpoint': model, 'input': str(file), 'output_dir': str(folder)}
+        do(**request)
+        do(**request)
+        time_ns = exchanged.stat().st_mtime_ns
+        os.utime(exchanged, ns=(0, time_ns + 1))
+        with pytest.raises(Refused, match='checkpoint/files: .*: name another folder'):
+            do(**request)
+        os.utime(exchanged, ns=(0, time_ns))
 
 
 def test_a_shard_is_written_by_one_process(tmp_path, loaded, questions):
