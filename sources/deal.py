@@ -54,8 +54,11 @@ class Blocks(Part):
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
             records: list[Record | None] = []
-            for found in self.read_all(blocks[start : start + BLOCKS_PER_POOL]):
-                records += [x if x is not None and keep(x) else None for x in found]
+            found = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
+            for record in itertools.chain.from_iterable(found):
+                records.append(record)
+                if record is not None and not keep(record):
+                    records[-1] = None
             yield start // BLOCKS_PER_POOL, records
 
 

@@ -44,8 +44,12 @@ class GzippedFiles(Part):
             lines = self.lines_of_round(share, round_number)
             own_lines = itertools.islice(lines, pool * pool_lines, None)
             while True:
-                parsed = itertools.starmap(self.parse, itertools.islice(own_lines, pool_lines))
-                records = [x if x is not None and keep(x) else None for x in parsed]
+                records = []
+                for line in itertools.islice(own_lines, pool_lines):
+                    record = self.parse(*line)
+                    if record is not None and not keep(record):
+                        record = None
+                    records.append(record)
                 if not records:
                     break
                 yield round_number * POOLS_PER_ROUND + pool, records

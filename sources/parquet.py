@@ -29,6 +29,7 @@ from sources.tables import LineParser, check_names
 WINDOW_BYTES = 128 << 20  # lanes read from row groups of this size at a time
 MAX_GROUP_BYTES = 256 << 20  # the limit of what is read of a row group, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # the memory for decoded row groups
+LISTS = (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType)
 READ = ('text', 'number')  # the kinds of values that are read
 FIRST_ROWS = 1000  # read to find out whether a list has a value at an index
 MAX_INTEGER = 2**53  # beyond it float64 rounds integers
@@ -71,14 +72,9 @@ def kinds_of_values(name: str, arrow_type: pyarrow.DataType) -> dict[str, str]:
     if pyarrow.types.is_struct(arrow_type):
         for child in arrow_type:
             kinds |= kinds_of_values(f'{name}/{child.name}', child.type)
-    elif is_list(arrow_type):
+    elif isinstance(arrow_type, LISTS):
         kinds |= kinds_of_values(f'{name}/0', arrow_type.value_type)
     return kinds
-
-
-def is_list(arrow_type: pyarrow.DataType) -> bool:
-    is_any = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
-    return any(is_one(arrow_type) for is_one in is_any)
 
 
 def kind_of_type(arrow_type: pyarrow.DataType) -> str:
@@ -285,7 +281,7 @@ def with_bytes(arrow_type: pyarrow.DataType) -> pyarrow.DataType:
     if pyarrow.types.is_struct(arrow_type):
         fields = [field.with_type(with_bytes(field.type)) for field in arrow_type]
         return pyarrow.struct(fields)
-    if is_list(arrow_type):
+    if isinstance(arrow_type, LISTS):
         return pyarrow.list_(with_bytes(arrow_type.value_type))
     return pyarrow.large_binary() if kind_of_type(arrow_type) == 'text' else arrow_type
 

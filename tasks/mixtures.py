@@ -217,15 +217,14 @@ def supervised(
 
 
 def proportional(
-    maximum: float | None = None, temperature: float = 1.0, scale: float = 1.0
+    maximum: float = math.inf, temperature: float = 1.0, scale: float = 1.0
 ) -> Callable[[int], float]:
     """Return the rate of a task by its number of examples.
 
     That is min(examples * scale, maximum)^(1 / temperature): the limit comes before the
     temperature. Source: seqio/utils.py `mixing_rate_num_examples`; T5 (Raffel et al. 2020) §3.5.2.
     """
-    limit = math.inf if maximum is None else maximum
-    return lambda num_examples: min(num_examples * scale, limit) ** (1 / temperature)
+    return lambda num_examples: min(num_examples * scale, maximum) ** (1 / temperature)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

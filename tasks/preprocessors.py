@@ -134,11 +134,10 @@ def multirc(fields: Fields) -> list[Example]:
         feature_names=('question', 'answer', 'paragraph'),
     )
     without_breaks = example['inputs'].replace('<br>', ' ')
-    idx = example.pop('idx')
     example['inputs'] = re.sub('</?b>', '', without_breaks)
-    example['idx/paragraph'] = idx['paragraph']
-    example['idx/question'] = idx['question']
-    example['idx/answer'] = idx['answer']
+    idx = example.pop('idx')
+    for name in ('paragraph', 'question', 'answer'):
+        example[f'idx/{name}'] = idx[name]
     return [example]
 
 
