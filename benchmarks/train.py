@@ -235,7 +235,7 @@ def measure_ours(job: Job) -> Measurement:
             interval.wait(all_steps=clock.seconds_of_last_step > 1)
     interval.fetch()
     seconds = clock.seconds
-    assert not interval.not_finite()
+    assert all(metrics['finite'] for metrics in interval.metrics)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if job.device == 'gpu':
         peak_bytes = device.memory_stats()['peak_bytes_in_use']

@@ -115,7 +115,7 @@ def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
     found = history(save, read_metrics(folder))
     best = found.best_of(steps)
     if best is None:
-        names = first_ten([str(step) for step in steps])
+        names = first_ten(list(map(str, steps)))
         raise Refused(
             f'step=best: {folder} has no save.best_metric={found.metric!r}: name a step, {names}'
         )

@@ -7,6 +7,7 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 (4.57, 5.24) models/{t5,mt5,umt5,longt5,switch_transformers}.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -375,7 +376,8 @@ def read_index(
 ) -> tuple[model.T5Config, dict[str, SafetensorsEntry], str]:
     """Return what a folder or single file has, without its arrays; read only headers and copies of the token table.
 
-    It is the config, dtype float32; {'target/' + our path: entry}; and an assumption to report, or ''. With `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares shapes.
+    It is the config, dtype float32, {'target/' + our path: entry}, and an assumption to report, or ''. With
+    `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares shapes.
     """
     folder = on_disk(paths.to_path(folder))
     files = _weight_files(folder)
@@ -694,9 +696,8 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
     if FLOAT8.keys() & {a.stored_dtype, b.stored_dtype} or a.scale or b.scale:
         return np.array_equal(a.read(), b.read())
     num_rows = a.shape[0]
-    open_a = safetensors.safe_open(a.file, framework='numpy')
-    open_b = safetensors.safe_open(b.file, framework='numpy')
-    with open_a as file_a, open_b as file_b:
+    open_file = functools.partial(safetensors.safe_open, framework='numpy')
+    with open_file(a.file) as file_a, open_file(b.file) as file_b:
         rows_of_a = file_a.get_slice(a.name)
         rows_of_b = file_b.get_slice(b.name)
         for i in range(0, num_rows, 4096):

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,22 +37,19 @@ MODEL_FILE = re.compile(
 )
 
 
-class OpenedCheckpoint(NamedTuple):
+Config = TypeVar('Config', bound=T5Config | None)
+
+
+class OpenedCheckpoint(NamedTuple, Generic[Config]):
     """A checkpoint whose large arrays are not read yet."""
 
     directory: paths.AnyPath  # a folder, or a prefix of Mesh-TF's if the user named that
     leaves: dict[str, Leaf]  # by T5X's path
-    config: T5Config | None  # known for Hugging Face's files and merged adapters
-    note: str = ''  # an assumption to report, or ''
+    config: Config  # None unless known: for Hugging Face's files and merged adapters
+    note: str = ''  # an assumption to report, in one line, or ''
 
 
-class OpenedModel(NamedTuple):
-    """An opened checkpoint whose parameters are those of `config`."""
-
-    directory: paths.AnyPath
-    leaves: dict[str, Leaf]
-    config: T5Config
-    note: str  # an assumption to report, in one line, or ''
+OpenedModel = OpenedCheckpoint[T5Config]  # its parameters are those of the config
 
 
 def open_model(
@@ -242,7 +239,7 @@ def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[in
             case 'best':
                 return [best.best_step(run, steps)]
     names = {name.strip() for name in text.split(',')}
-    known = [str(step) for step in steps]
+    known = list(map(str, steps))
     if not names <= set(known):
         raise Refused(
             f'step={text}: {run} has the steps {first_ten(known) or "of no run"}: name these'

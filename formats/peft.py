@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,14 +71,11 @@ class MergedKernel:
     lora_a: Leaf  # [rows, rank]
     lora_b: Leaf  # [rank, columns]
     magnitude: Leaf | None = None  # the length of each column, in DoRA
+    dtype: ClassVar[np.dtype] = np.dtype('float32')
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.kernel.shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype('float32')
 
     def read(self) -> np.ndarray:
         """Return what model.Kernel computes with, float32."""

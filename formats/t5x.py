@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +35,6 @@ class Fault(NamedTuple):
 
     kind: str  # 'refused' (not to be trusted), 'unreadable', 'damaged', or 'no checksums': T5X saves none
     message: str
-
-
-class Manifest(NamedTuple):
-    """The content of manifest.json: the checksum of every other file by its name."""
-
-    step: int
-    checksums: dict[str, checkpoint.Checksum]
 
 
 def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
@@ -120,25 +113,27 @@ def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
             )
         if not is_saved_here:
             return [Fault('no checksums', '')]
-        manifest = _read_manifest(directory)
-        files = [name for name in sorted(manifest.checksums) if not re.fullmatch(ignored, name)]
+        saved_step, checksums = _read_manifest(directory)
+        files = [name for name in sorted(checksums) if not re.fullmatch(ignored, name)]
         own_files = files[jax.process_index() :: jax.process_count()]
-        find_fault = functools.partial(_find_fault, directory, manifest)
+        find_fault = functools.partial(_find_fault, directory, checksums)
         with futures.ThreadPoolExecutor(checkpoint.ARRAYS_IN_FLIGHT) as pool:
             faults = [fault for fault in pool.map(find_fault, own_files) if fault]
         if 'checkpoint' in own_files and not faults:
-            step = checkpoint.read_index(directory).get('state/step', manifest.step)
-            if not np.array_equal(step, manifest.step):  # type: ignore[arg-type]  # any leaf
+            step = checkpoint.read_index(directory).get('state/step', saved_step)
+            if not np.array_equal(step, saved_step):  # type: ignore[arg-type]  # any leaf
                 faults.append(Fault('damaged', f'checkpoint holds step {step}'))
         return faults
     except (Refused, OSError) as error:
         return [_fault_of(error)]
 
 
-def _find_fault(directory: paths.AnyPath, manifest: Manifest, name: str) -> Fault | None:
+def _find_fault(
+    directory: paths.AnyPath, checksums: Mapping[str, checkpoint.Checksum], name: str
+) -> Fault | None:
     """Compare one file with its checksum."""
     file = directory / name
-    saved = manifest.checksums[name]
+    saved = checksums[name]
     try:
         if not paths.is_file(file):  # a foreign manifest may name a device, which never ends
             return Fault('damaged', f'{name} is missing')
@@ -163,17 +158,20 @@ def _fault_of(error: Exception) -> Fault:
     return Fault('refused', str(error))
 
 
-def _read_manifest(directory: paths.AnyPath) -> Manifest:
-    """Return the manifest. Raises Damaged unless it is as it was saved, and of this checkpoint."""
+def _read_manifest(directory: paths.AnyPath) -> tuple[int, dict[str, checkpoint.Checksum]]:
+    """Return the step and {name: checksum} of manifest.json, which has every other file.
+
+    Raises Damaged unless it is as it was saved, and of this checkpoint.
+    """
     try:
         content = (directory / checkpoint.MANIFEST).read_bytes()
         top = json.loads(content)
         checksums = {name: checkpoint.Checksum(*saved) for name, saved in top['files'].items()}
-        manifest = Manifest(top['step'], checksums)
-        is_named = checkpoint.step_of(directory) in (None, manifest.step)
-        if is_named and content == checkpoint.pack_manifest(manifest.step, checksums):
-            return manifest
-        fault = f'it has changed, or is of step {manifest.step}'
+        step = top['step']
+        is_named = checkpoint.step_of(directory) in (None, step)
+        if is_named and content == checkpoint.pack_manifest(step, checksums):
+            return step, checksums
+        fault = f'it has changed, or is of step {step}'
     except (FileNotFoundError, IsADirectoryError, *checkpoint.UNPACK_ERRORS) as error:
         fault = str(error)
     raise Damaged(f'{checkpoint.MANIFEST} is missing or damaged ({fault})')

@@ -79,8 +79,7 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
     if file is None:
         return None
     remedy = 'copy it again, or remove it and name data.vocabulary'
-    paths.own_file(file)
-    return read_model(file, stored['extra_ids'], remedy)
+    return read_model(paths.own_file(file), stored['extra_ids'], remedy)
 
 
 def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocabulary:
@@ -261,22 +260,22 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip():
                 tokens.append((line.rstrip(), f'data.added_tokens, line {number} of {entry},'))
-    if tokens and not isinstance(vocabulary, SentencePieceVocabulary):
+    if not tokens:
+        return vocabulary
+    if not isinstance(vocabulary, SentencePieceVocabulary):
         raise Refused(f'data.added_tokens={tuple(entries)} with bytes: name a SentencePiece model')
+    ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+    next_id = vocabulary.size
     added: dict[str, int | None] = {}
     for token, place in tokens:
         is_text = isinstance(token, str) and token.strip()
         if not is_text or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
             raise Refused(f'{place} has {token!r}: must be a text, and no token of T5')
-        if token not in vocabulary.added_tokens:  # type: ignore[attr-defined]
-            added[token] = None
+        if token not in vocabulary.added_tokens and token not in added:
+            added[token] = ids.get(token, next_id)
+            next_id += token not in ids
     if not added:
         return vocabulary
-    ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
-    next_id = vocabulary.size
-    for token in added:
-        added[token] = ids.get(token, next_id)
-        next_id += token not in ids
     model = with_added_tokens(vocabulary.model, list(added.items()))
     return of_model(model, vocabulary.num_extra_ids)
 

@@ -169,7 +169,7 @@ def arrange(text: str) -> np.ndarray:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(x) for x in re.findall(r'\d+', text)]
+    return list(map(int, re.findall(r'\d+', text)))
 
 
 def size_of(type: str) -> int:

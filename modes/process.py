@@ -104,7 +104,7 @@ def is_supported() -> bool:
         policy = POLICY.read_text()
     except (OSError, ValueError, AttributeError):  # not Linux, or another C library
         return False
-    numbers = [int(number) for number in re.findall(r'\d+', version)]  # of 'glibc 2.36'
+    numbers = list(map(int, re.findall(r'\d+', version)))  # of 'glibc 2.36'
     return numbers >= FIRST_VERSION and '[madvise]' in policy
 
 
@@ -281,23 +281,16 @@ def writing(file: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        drop(file)
+        with contextlib.suppress(OSError):  # else Python writes it again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
         error.filename = 'standard error' if file is sys.stderr else 'standard output'
         raise
 
 
-def drop(file: TextIO) -> None:
-    """Send what a standard stream holds, which Python writes at its end, to the null device."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-
-
 def finish_streams() -> None:
     """Write what standard output holds. Drop it if that fails."""
-    try:
+    with contextlib.suppress(OSError), writing(sys.stdout):
         sys.stdout.flush()
-    except OSError:
-        drop(sys.stdout)
 
 
 def print_lines(lines: Iterable[str], file: TextIO) -> None:

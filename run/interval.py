@@ -37,14 +37,12 @@ class Interval:
     def __init__(self, metrics: Sequence[dict[str, float]] = ()):
         self.metrics = list(metrics)  # fetched steps
         self.positions: list[NDArray] = []  # in the data, of the steps not looked at yet
-        self._queued: list[Metrics] = []
-        self._checksums: list[float] = []  # one for each batch of a queued step
+        self._queued: list[dict[str, jax.Array | float]] = []
 
     def add(self, metrics: Metrics, batch: Mapping[str, NDArray], position: NDArray) -> None:
         """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
         content = b''.join(x.tobytes() for x in batch.values())
-        self._queued.append(metrics)
-        self._checksums.append(float(zlib.crc32(content)))
+        self._queued.append({**metrics, 'batch_crc32': float(zlib.crc32(content))})
         self.positions.append(position)
 
     def wait(self, all_steps: bool) -> None:
@@ -56,19 +54,11 @@ class Interval:
 
     def fetch(self) -> None:
         """Copy the metrics of the queued steps to the host, as floats."""
-        fetched = jax.tree.map(float, jax.device_get(self._queued))
-        for metrics, checksum in zip(fetched, self._checksums, strict=True):
-            step = {**metrics, 'batch_crc32': checksum}
+        for step in jax.tree.map(float, jax.device_get(self._queued)):
             # A run may continue with changed code that has other metrics: drop the steps before.
             self.metrics = [other for other in self.metrics if other.keys() == step.keys()]
             self.metrics.append(step)
         self._queued.clear()
-        self._checksums.clear()
-
-    def not_finite(self) -> list[int]:
-        """Return the age, in steps, of each non-finite step that still has a position."""
-        ages = reversed(range(len(self.positions)))
-        return [ago for ago in ages if not self.metrics[-1 - ago]['finite']]
 
 
 class Clock:
@@ -115,10 +105,8 @@ def training_metrics(
     updates = [metrics for metrics in interval if metrics['finite']]
     if updates:
         values = validation.summarize(updates, config)
-        learning_rates = np.array([metrics['learning_rate'] for metrics in updates])
-        gradient_norms = np.array([metrics['gradient_norm'] for metrics in updates])
-        values['learning_rate'] = float(learning_rates.mean())
-        values['weight_gradient_norm'] = float(gradient_norms.mean())
+        values['learning_rate'] = float(np.mean([x['learning_rate'] for x in updates]))
+        values['weight_gradient_norm'] = float(np.mean([x['gradient_norm'] for x in updates]))
     checksums = np.array([metrics['batch_crc32'] for metrics in interval])
     steps_per_second = clock.num_steps / clock.seconds
     rows_per_second = steps_per_second * config.train.batch_size
@@ -180,8 +168,10 @@ class NotFinite:
 
         Looks at the steps since the last call, up to `step`. Reports those that were skipped.
         """
-        for ago in interval.not_finite():
+        for ago in reversed(range(len(interval.positions))):
             metrics = interval.metrics[-1 - ago]
+            if metrics['finite']:
+                continue
             documents = '; '.join(stream.describe(interval.positions[-1 - ago]))
             fault = Fault(step - ago, metrics['loss'], metrics['gradient_norm'], documents)
             if self.action != 'skip' or self.count >= self.max_count:

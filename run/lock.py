@@ -42,12 +42,11 @@ def alone_in(folder: paths.AnyPath) -> Iterator[None]:
     while True:
         try:
             held = _try(folder / '.lock', holder='')  # no message names the holder
+            break
         except BlockingIOError:
             time.sleep(SECONDS_BETWEEN_TRIES)
-            continue
-        with held:
-            yield
-        return
+    with held:
+        yield
 
 
 def _try(file: paths.AnyPath, holder: str) -> 'Lock':
@@ -55,7 +54,7 @@ def _try(file: paths.AnyPath, holder: str) -> 'Lock':
     return DiskLock(file, holder) if isinstance(file, Path) else BucketLock(file, holder)
 
 
-class Lock:
+class Lock(contextlib.AbstractContextManager):
     """A lock that this process holds until it is closed."""
 
     closed = False
@@ -65,9 +64,6 @@ class Lock:
 
     def close(self) -> None:
         self.closed = True
-
-    def __enter__(self) -> 'Lock':
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -116,22 +116,18 @@ class Workers:
             parts = [worker.receive() for worker in self.workers]
             if all(worker.has_ended for worker in self.workers):
                 return
-            yield self.join(parts)
-
-    def join(self, parts: list[PrefetchedBatch]) -> PrefetchedBatch:
-        """Return a batch with the rows of `parts`."""
-        features = {}
-        for name in parts[0].features:
-            features[name] = np.concatenate([part.features[name] for part in parts])
-        before = np.concatenate([part.before for part in parts])
-        after = np.concatenate([part.after for part in parts])
-        counts = self.stream.counts.copy()
-        faults, num_faults = self.stream.mixture.faults()
-        for part in parts:
-            counts += part.counts
-            faults = faults + part.faults
-            num_faults += part.num_faults
-        return PrefetchedBatch(features, before, after, counts, faults, num_faults)
+            features = {}
+            for name in parts[0].features:
+                features[name] = np.concatenate([part.features[name] for part in parts])
+            before = np.concatenate([part.before for part in parts])
+            after = np.concatenate([part.after for part in parts])
+            counts = self.stream.counts.copy()
+            faults, num_faults = self.stream.mixture.faults()
+            for part in parts:
+                counts += part.counts
+                faults = faults + part.faults
+                num_faults += part.num_faults
+            yield PrefetchedBatch(features, before, after, counts, faults, num_faults)
 
     def stop(self) -> None:
         """End the processes, whatever they are doing."""

@@ -375,9 +375,8 @@ def test_no_code_of_a_checkpoint_is_run(trained, tmp_path, monkeypatch):
 def rewrite(file, content):
     """Write a file of a checkpoint, and its checksum into the manifest."""
     file.write_bytes(content)
-    manifest = t5x._read_manifest(file.parent)
-    checksums = manifest.checksums | {file.name: checkpoint.checksum(file)}
-    packed = checkpoint.pack_manifest(manifest.step, checksums)
+    step, checksums = t5x._read_manifest(file.parent)
+    packed = checkpoint.pack_manifest(step, checksums | {file.name: checkpoint.checksum(file)})
     (file.parent / checkpoint.MANIFEST).write_bytes(packed)
 
 
