@@ -148,6 +148,8 @@ class T5:
 
     @property
     def arrays(self) -> Parameters:
+        is_own = os.getpid() == self._process
+        assert is_own, "JAX hangs after a fork: start processes with multiprocessing's 'spawn'"
         return self._arrays
 
     @arrays.setter
@@ -190,7 +192,6 @@ class T5:
         encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
-        self._check_process()
         examples = [Example(ids) for ids in encoded]
         encode_some = functools.partial(encode_batch, self)
         for i, outputs_MD in enumerate(in_batches(encode_some, examples, batch_size)):
@@ -344,14 +345,7 @@ class T5:
             features[name] = jnp.asarray(x, jnp.int32)
         return features
 
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "forked after the model was loaded, JAX would hang: use multiprocessing.get_context('spawn')"
-            )
-
     def _check_decoder(self) -> None:
-        self._check_process()
         if self.config.num_decoder_layers == 0:
             raise Refused('this model is an encoder alone: call encode, or load it all')
 
@@ -487,9 +481,10 @@ def answer_batch(
     for name, words in t5._words_of(decoding).items():
         batch[name] = np.full((num_rows, *words.shape[1:]), NO_WORD, np.int32)
         batch[name][: len(examples)] = words  # one for all, or one for each
+    arrays = t5.arrays
     if not t5._decoding_arrays:  # with kernels in the form that a step of decoding reads fastest
-        dtypes = model.step_kernels(t5.config, t5.arrays)
-        t5._decoding_arrays = {**t5.arrays, **kernels.for_decoding(t5.mesh, t5.arrays, dtypes)}
+        dtypes = model.step_kernels(t5.config, arrays)
+        t5._decoding_arrays = {**arrays, **kernels.for_decoding(t5.mesh, arrays, dtypes)}
     program = decoding.program
     if program not in t5._generators:
         answers = functools.partial(_answers, program)
@@ -627,12 +622,12 @@ def words_of(
     Their number and length are powers of two, because each shape is compiled.
     """
 
-    def ids_of(name: str, text: decode.Text) -> list[int]:
+    def ids_of(name: str, text: decode.Text, may_be_unknown: bool = False) -> list[int]:
         ids = _encode(vocabulary, [text])[0] if isinstance(text, str) else text
         is_list = isinstance(ids, tuple | list) and all(isinstance(i, int) for i in ids)
         if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
             raise Refused(f'{name}={text!r}: must be text or ids, 1 to {vocab_size - 1}')
-        if isinstance(text, str) and UNK_ID in ids:
+        if isinstance(text, str) and UNK_ID in ids and not may_be_unknown:
             lacking = [x for x in dict.fromkeys(text) if UNK_ID in _encode(vocabulary, [x])[0]]
             raise Refused(f'{name}={text!r}: the vocabulary lacks {lacking}: use another text')
         return [*ids]
@@ -640,10 +635,8 @@ def words_of(
     bad_words = [ids_of(f'bad_words[{i}]', text) for i, text in enumerate(decoding.bad_words)]
     stop = []
     for i, text in enumerate(decoding.stop):
-        [ids] = _encode(vocabulary, [text])
-        if not ids:
-            raise Refused(f'stop[{i}]={text!r}: must be text')
-        assert vocabulary is not None
+        ids = ids_of(f'stop[{i}]', text, may_be_unknown=True)
+        assert vocabulary is not None, 'stop has ids: it must be text'
         # Its ids, unless the vocabulary changes the text, and every token that contains it. `_before_stop` finds
         # other occurrences.
         if vocabulary.decode(ids) == text:

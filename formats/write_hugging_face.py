@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +30,7 @@ def write(
     one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
-    unknown = sorted(set(arrays) - hugging_face.parameter_names(config).keys())
-    if unknown:
-        raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
+    check_names(arrays, hugging_face.parameter_names(config))
     with new_folder(folder) as unfinished:
         write_json(unfinished / 'config.json', settings)
         for name, content in files_of(vocabulary).items():
@@ -54,6 +52,13 @@ def write(
                 weight_map |= dict.fromkeys(names, file.name)
             index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
             write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
+
+
+def check_names(paths_of_ours: Iterable[str], names: Mapping[str, str]) -> None:
+    """Raise Refused if `names`, {our path: transformers' name}, lacks a path."""
+    unknown = sorted(set(paths_of_ours) - names.keys())
+    if unknown:
+        raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import paths
 from checkpoint import Leaf
 from formats import hugging_face, peft, write_hugging_face
 from formats.vocabulary import ADAPTER_CONFIG
-from messages import Refused, first_ten
 from model import T5Config
 
 
@@ -41,9 +40,7 @@ def write(
         }
     else:
         names = hugging_face.parameter_names(config)
-        unknown = sorted(kernels.keys() - names.keys())
-        if unknown:
-            raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
+        write_hugging_face.check_names(kernels, names)
         modules = []
         for path, (lora_a, lora_b) in kernels.items():
             module = names[path].removesuffix('.weight')

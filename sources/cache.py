@@ -234,14 +234,16 @@ def decode(content: bytes, split: Split) -> dict:
         feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
         kind = feature.WhichOneof('kind')
         values = getattr(feature, kind).value if kind else []
+        is_valid = not values or kind == info.stored_kind  # an empty list may be stored as any kind
         try:
-            if values and kind != info.stored_kind:  # an empty list may be stored as any kind
-                raise ValueError(kind)
-            example[name] = shaped(values, info)
-        except (OverflowError, ValueError) as error:
+            if is_valid:
+                example[name] = shaped(values, info)
+        except (OverflowError, ValueError):
+            is_valid = False
+        if not is_valid:
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
-            ) from error
+            )
     return example
 
 
