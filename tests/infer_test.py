@@ -548,6 +548,7 @@ def test_parameters_that_are_not_finite_are_named(tmp_path, caplog, t5, dtype):
         assert ', '.join(bad) in record.getMessage()
 
 
+@pytest.mark.filterwarnings('ignore:os.fork')
 def test_a_fork_after_load_is_an_error(t5):
     """JAX would wait for ever for threads that the child does not have."""
     child = os.fork()
