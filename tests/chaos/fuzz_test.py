@@ -79,7 +79,8 @@ def write_cache(folder: Path) -> None:
             entry = sources.cache.write_ids(ids, 10 * i, *example.values())
             index.write(np.array(entry, '<i8').tobytes())
     counts = [f'{name}_{what}' for name in sources.FEATURES for what in ('tokens', 'max_tokens')]
-    sources.cache.write_info(folder, 'train', [{'examples': 3} | dict.fromkeys(counts, 5)])
+    statistics = {'examples': 3, 'fields': {}} | dict.fromkeys(counts, 5)
+    sources.cache.write_info(folder, 'train', [statistics])
     (folder / 'COMPLETED').touch()
 
 
