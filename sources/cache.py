@@ -231,11 +231,11 @@ def decode(content: bytes, split: Split) -> dict:
         raise Refused(f'no tf.train.Example ({error}): copy the file again') from None
     example = {}
     for name, info in split.features.items():
-        feature = message.features.feature[split.stored_names[name]]  # empty if it is not stored
-        kind = feature.WhichOneof('kind')
-        values = getattr(feature, kind).value if kind else []
-        is_valid = not values or kind == info.stored_kind  # an empty list may be stored as any kind
         try:
+            feature = message.features.feature[split.stored_names[name]]  # empty if not stored
+            kind = feature.WhichOneof('kind')
+            values = getattr(feature, kind).value if kind else []
+            is_valid = not values or kind == info.stored_kind  # an empty list may be of any kind
             if is_valid:
                 example[name] = shaped(values, info)
         except (OverflowError, ValueError):
@@ -248,7 +248,7 @@ def decode(content: bytes, split: Split) -> dict:
 
 
 def shaped(values: Sequence, info: FeatureInfo) -> Any:
-    """Return the values of a feature: an array, a list of texts, or a scalar. Raises ValueError for an integer that is cut off."""
+    """Return a feature's values: an array, a list of texts, or a scalar. Raises ValueError if an integer is cut off."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
         if info.shape:
