@@ -197,25 +197,20 @@ class FileExamples:
         from sources import parquet  # pyarrow takes a while
 
         try:
-            readable = parquet.readable(parquet.read_footer(self.path, columns=()))
-            wanted = [*self.templates['inputs'].fields, *self.templates['targets'].fields]
-            columns = []
-            for field in readable if 'all' in self.fields else [*wanted, *self.fields]:
-                # A field of a struct is read with its column.
-                columns += [x for x in (field, field.split('/')[0]) if x in readable][:1]
-            columns = list(dict.fromkeys(columns))
-            if not columns:
-                self.check_columns(readable, wanted[:1])
-            footer = parquet.read_footer(self.path, columns)
+            named = [*self.templates['inputs'].fields, *self.templates['targets'].fields]
+            fields = [*named, *self.fields]
+            if 'all' in self.fields:
+                fields = []
+            footer = parquet.read_footer(self.path, fields)
+            if not footer.columns:
+                others = [name for name in footer.values if name not in named]
+                self.check_columns(others, named[:1])
             tables.check_names(footer.names, self.title)
-            _, integers = parquet.integer_columns([], [self.path], columns)
-            groups = parquet.RowGroups(columns)
             for group in footer.groups:
+                table = parquet.decode(group, footer.columns)
                 for first in range(0, group.num_rows, RECORDS_AT_ONCE):
-                    rows = groups.rows(group, first, RECORDS_AT_ONCE)
-                    for number, row in enumerate(rows, start=group.first_row + first):
-                        parquet.make_integers(row, integers)
-                        yield number, row
+                    rows = parquet.rows_of(group, table, first, RECORDS_AT_ONCE)
+                    yield from enumerate(rows, start=group.first_row + first)
         except parquet.DamagedFile as error:
             raise Refused(f'{self.title}: {error}') from None
 

@@ -67,24 +67,14 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
                 f'data.targets={config.targets!r} need records: set data.files or data.tfds'
             )
         return pydoc.open_source(config)
-    test_parser = LineParser(config, bad_lines, whole_records)
     if test_files:
         test = read_records('test', test_files)
-        check_files(test_parser, test)
-        open_test = functools.partial(open_files, test, test_parser)
+        check_files(parser, test)
+        open_test = functools.partial(open_files, test, parser)
         description = source.description
         if not source.files:
             description = f'{len(test_files):,} text file(s) of the split test'
         source = dataclasses.replace(source, open_test=open_test, description=description)
-    names = [*files, *validation_files]
-    in_parquet = [name for name in names if parser.kind_of(name) == 'parquet']
-    tests_in_parquet = [name for name in test_files if parser.kind_of(name) == 'parquet']
-    are_numbers_read = parser.templates or whole_records
-    if are_numbers_read and (in_parquet or tests_in_parquet):
-        from sources.parquet import integer_columns  # pyarrow takes a while
-
-        found = integer_columns(in_parquet, tests_in_parquet, parser.fields)
-        parser.integers, test_parser.integers = found
     return source
 
 

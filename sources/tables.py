@@ -76,7 +76,6 @@ class LineParser:
         if self.templates and config.weight:
             keys.append('data.weight')
         self.remedy = f'correct {" or ".join(keys)}'  # if a record does not fill a slot
-        self.integers: Collection[str] = ()  # see parquet.integer_columns
         self.has_warned = False
         self._kinds: dict[str, str] = {}  # by file; every line asks for it
         self._headers: dict[str, list[str]] = {}

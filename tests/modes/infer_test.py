@@ -307,7 +307,7 @@ def test_forms_of_input(tmp_path, loaded, monkeypatch, capsys, name, content, ch
 
 
 def test_parquet_is_read_as_in_training(tmp_path, loaded, capsys):
-    """Bytes are texts, whole numbers beside gaps are integers, and only the columns that are named are read."""
+    """Bytes are texts, and only the columns that are named are read."""
     table = {
         'q': ['a', 'b', 'ß'],
         'n': [1.0, None, 3.0],
@@ -318,7 +318,7 @@ def test_parquet_is_read_as_in_training(tmp_path, loaded, capsys):
     request = {'input': str(tmp_path / 'a.parquet'), 'score': True}
     do(CHANGES | {'data.inputs': 'say: {q}'}, fields=('n',), **request)
     found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
-    assert found == [{'n': 1}, {'n': None}, {'n': 3}]
+    assert found == [{'n': 1.0}, {'n': None}, {'n': 3.0}]
     do(CHANGES | {'data.inputs': 'say: {q}'}, **request)
     found = [json.loads(line)['inputs'] for line in capsys.readouterr().out.splitlines()]
     assert found[2] == {'inputs_pretokenized': 'say: ß', 'targets_pretokenized': 'z'}
