@@ -1,18 +1,13 @@
 """`--mode=infer`: predict, score or encode a task's split or a file, or answer one text.
 
-Predictions and scores are JSON Lines in T5X's form. Examples are written in chunks, so a job that
-was killed resumes after the last complete one. Shard i of n takes every n-th example; the last shard
-to end merges the results.
+Predictions and scores are JSON Lines in T5X's form, in the order of the examples:
 
-    infer.json                           the settings; results of others are refused
-    tmp-TASK-SSSSS-of-NNNNN/             the chunks of a shard, until it ends
-    TASK-MODE.jsonl-SSSSS-of-NNNNN       the lines of a shard
-    TASK-MODE.jsonl-SSSSS-of-NNNNN.COMPLETED
-    TASK-MODE.jsonl                      the lines of all shards, in the order of the examples
+    infer.json                      the settings; results of others are refused
+    TASK-MODE.jsonl                 the results
+    TASK-MODE.jsonl-SSSSS-of-NNNNN  those of a shard: of shard i of n every n-th example
 
 Encodings (`--encode`) are the encoder's outputs, float32; of the checkpoint no decoder is read.
-Each chunk is a file that stays, and all files are numbered through the shards, one shard after
-the other:
+Files are numbered through the shards, one shard after the other:
 
     TASK-encodings-CCCCC-of-NNNNN.safetensors
         indices     int64 [n]: the number of each example in the file or split, from 0
@@ -22,11 +17,8 @@ the other:
                     other, EOS included, without padding
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
 
-FILE.COMPLETED, of a shard, a chunk or a file of encodings, has the size and checksum of FILE. If
-the two differ, FILE is made again.
-
-Source: T5X t5x/infer.py. Differs from T5X: its .COMPLETED are empty, and lines that are cut or
-changed go into its results; here an integer is written as one, not as 0.0.
+A file has its name only once it is complete: then the same command does not make it again.
+Source: T5X t5x/infer.py. Differs from T5X: an integer is written as one, not as 0.0.
 """
 
 import contextlib
@@ -35,7 +27,6 @@ import hashlib
 import itertools
 import json
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,7 +40,6 @@ from absl import logging
 from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
-import checkpoint
 import formats.open
 import infer
 import model
@@ -77,13 +67,11 @@ EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
 
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
-Chunk = Sequence[tuple[int, Example]]  # examples with their numbers
-
 
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
     part, num_parts = command_line.parse_shard(flags.shard)
     values = command_line.values_of_mode() | {'shard': part, 'num_shards': num_parts}
-    signals.advice = process.SAME_COMMAND
+    signals.advice = 'the same command makes the unfinished file again'
     job = prepare(Request(**values), config, command_line.changes())
     signals.begin_work()
     if job.is_prompt:
@@ -115,13 +103,14 @@ class Request(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The examples of one task or file, and what is known of them."""
+    """The examples of one task or file that are in the shard."""
 
     name: str
-    spool: infer_input.Spool  # those of the shard
+    examples: list[infer.Example]
+    written: list[dict]  # the fields of each example that its line has
     num_examples: int  # all shards together
-    messages: list[str]  # on examples that were cut or left out
-    digest: str  # a hash of what is predicted and written
+    num_trimmed: int
+    digest: str  # a hash of what is predicted and written, of all shards
 
 
 class Job(NamedTuple):
@@ -134,7 +123,8 @@ class Job(NamedTuple):
     vocabulary: Vocabulary
     decoding: Decoding
     parts: list[Part]  # none for a text, a prompt and lines
-    text_ids: list[int]
+    messages: list[str]  # on examples that were cut or left out
+    text_ids: infer.Ids
     lines: infer_input.FileExamples | None  # standard input: each line is answered when it comes
     is_prompt: bool
 
@@ -162,11 +152,13 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     check_request(request)
     is_prompt = asks_for_prompt(request, changes)
     path = request.checkpoint
-    part = MODEL_PART[request.encode]
+    model_part = MODEL_PART[request.encode]
     if config is not None:
-        opened = formats.open.open_model(path, own_model.load(config.model), request.step, part)
+        opened = formats.open.open_model(
+            path, own_model.load(config.model), request.step, model_part
+        )
     else:
-        opened = formats.open.open_model(path, None, request.step, part)
+        opened = formats.open.open_model(path, None, request.step, model_part)
         config = settings_of(opened.directory, changes)
         if request.input:  # the run's describe its own files
             config.data.kind = changes.get('data.kind', '')
@@ -175,7 +167,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
             if 'model.module' not in changes:
                 config.model.module = opened.config.module  # the current path of its file
             model_config = own_model.load(config.model)
-            opened = formats.open.open_model(opened.directory, model_config, '', part)
+            opened = formats.open.open_model(opened.directory, model_config, '', model_part)
     check.check(config)
     vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
     vocab_size = opened.config.vocab_size
@@ -185,8 +177,9 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     infer.words_of(decoding, vocabulary, vocab_size)
     if config.decode.top_k > vocab_size:
         raise Refused(f'decode.top_k={config.decode.top_k}: must be at most {vocab_size}')
-    parts = []
-    text_ids: list[int] = []
+    parts: list[Part] = []
+    messages: list[str] = []
+    text_ids: infer.Ids = ()
     arriving = None
     if is_prompt:
         pass
@@ -210,16 +203,19 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
         for task in infer_input.open_tasks(config.data, vocabulary):
             parts.append(read(task.name, read_split(task, request.split or 'test'), request))
             for fault in task.source.faults()[0]:
-                parts[-1].messages.append(f'Left out: {fault}')
-    directory = opened.directory
+                messages.append(f'Left out: {fault}')
+    for part in parts:
+        check_alike(f'the examples of {part.name}', part.digest.encode())
+        messages += describe_trimming({part.name: [part.num_examples, part.num_trimmed]})
     job = Job(
         request=request,
         config=config,
-        directory=directory,
+        directory=opened.directory,
         model_config=opened.config,
         vocabulary=vocabulary,
         decoding=decoding,
         parts=parts,
+        messages=messages,
         text_ids=text_ids,
         lines=arriving,
         is_prompt=is_prompt,
@@ -266,27 +262,34 @@ def asks_for_prompt(request: Request, changes: Mapping) -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def read(name: str, examples: Iterable[Example], request: Request) -> Part:
-    """Read all examples: what is wrong with one of them is found before anything is computed."""
-    spool = infer_input.Spool()
+def read(name: str, examples: Iterable[Example], request: Request, first: int = 0) -> Part:
+    """Read all examples: what is wrong with one of them is found before anything is computed.
+
+    `first`: the number of the first one.
+    """
+    part = Part(name, examples=[], written=[], num_examples=0, num_trimmed=0, digest='')
     digest = hashlib.blake2b(digest_size=16)
     num_examples = 0
     num_trimmed = 0
-    for example in examples:
-        if num_examples % request.num_shards == request.shard - 1:
-            spool.add(num_examples, example)
+    for number, example in enumerate(examples, start=first):
+        written = selected(example.features(), request.fields)
+        targets = example.targets
+        digest.update(example.inputs.tobytes())
+        if request.score and targets is not None:
+            digest.update(b' targets ' + targets.tobytes())
+        if targets is None or request.encode:
+            targets = np.zeros(0, np.int32)
+        if number % request.num_shards == request.shard - 1:
+            part.examples.append(infer.Example(example.inputs, targets, number))
+            part.written.append(written)
         num_examples += 1
         num_trimmed += example.is_trimmed
-        digest.update(example.inputs.tobytes())
-        if request.score and example.targets is not None:
-            digest.update(b' targets ' + example.targets.tobytes())
-        written = selected(example.features(), request.fields)
         digest.update(json.dumps(written, default=results.json_default).encode())
     if num_examples == 0:
         raise Refused(f'{name} has no example: name another split or file')
-    check_alike(f'the examples of {name}', digest.hexdigest().encode())
-    messages = list(describe_trimming({name: [num_examples, num_trimmed]}))
-    return Part(name, spool, num_examples, messages, digest.hexdigest())
+    return part._replace(
+        num_examples=num_examples, num_trimmed=num_trimmed, digest=digest.hexdigest()
+    )
 
 
 # From a job to lines.
@@ -297,50 +300,35 @@ def infer_all(job: Job) -> list[str]:
 
     All processes compute, each some rows of a batch; the first one writes and prints.
     """
-    load_once = functools.cache(functools.partial(load, job))  # not at all if nothing is missing
     request = job.request
-    is_first = jax.process_index() == 0
-    messages: list[str] = []
-    for part in job.parts:
-        messages += part.messages
+    messages = list(job.messages)
     if request.text is not None:
-        answer_text(job, load_once(), infer.Example(job.text_ids))
+        answer_text(job, load(job), infer.Example(job.text_ids))
+    elif request.output_dir:
+        messages += write_files(job)
     elif job.lines is not None:
-        t5 = load_once()
-        num_examples = 0
-        num_trimmed = 0
-        with tqdm.tqdm(unit=' examples', desc=job.lines.name, mininterval=30.0) as bar:
-            for chunk in infer_input.as_they_come(job.lines, infer.EXAMPLES_PER_CHUNK):
-                print_now(lines_of(job, t5, chunk, bar.update))
-                num_examples += len(chunk)
-                num_trimmed += sum(example.is_trimmed for _, example in chunk)
-        messages += describe_trimming({job.lines.name: [num_examples, num_trimmed]})
-    elif not request.output_dir:
-        for part in job.parts:
-            with progress_bar(part) as bar:
-                for chunk in chunks(part.spool, infer.EXAMPLES_PER_CHUNK):
-                    print_now(lines_of(job, load_once(), chunk, bar.update))
+        messages += answer_arriving_lines(job.lines, job, load(job))
     else:
-        folder = paths.disk_path(request.output_dir)
-        shard = f'{request.shard}/{request.num_shards}'
-        lock_file = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
-        with contextlib.ExitStack() as stack:
-            if is_first:
-                stack.enter_context(paths.naming(folder))
-                folder.mkdir(parents=True, exist_ok=True)
-                remedy = 'wait for it, or give each process its own --shard=i/n'
-                stack.enter_context(lock(lock_file, f'shard {shard} of {folder}', remedy))
-                check_output(job)  # another shard may have begun
-                if not (folder / SETTINGS).exists():
-                    content = json.dumps(settings_as_json(job), indent=1).encode()
-                    paths.replace_file(folder / SETTINGS, content, shard.replace('/', '-of-'))
-            for part in job.parts:
-                messages.append(Output(folder, part, job).write(load_once))
-            if is_first:
-                lock_file.unlink(missing_ok=True)
-    if not is_first:
+        t5 = load(job)
+        for part in job.parts:
+            with progress_bar(part.name, len(part.examples)) as bar:
+                print_now(lines_of(job, t5, part, bar.update))
+    if jax.process_index() > 0:
         messages.clear()
     return messages
+
+
+def answer_arriving_lines(lines: infer_input.FileExamples, job: Job, t5: infer.T5) -> Iterator[str]:
+    """Answer the lines of standard input as they come. Yield what to say of them at the end."""
+    num_examples = 0
+    num_trimmed = 0
+    with tqdm.tqdm(unit=' examples', desc=lines.name, mininterval=30.0) as bar:
+        for group in infer_input.as_they_come(lines, infer.EXAMPLES_PER_CHUNK):
+            part = read(lines.name, group, job.request, first=num_examples)
+            print_now(lines_of(job, t5, part, bar.update))
+            num_examples += part.num_examples
+            num_trimmed += part.num_trimmed
+    yield from describe_trimming({lines.name: [num_examples, num_trimmed]})
 
 
 def answer_typed_lines(job: Job, t5: infer.T5) -> None:
@@ -387,11 +375,10 @@ def answer_text(job: Job, t5: infer.T5, example: infer.Example) -> None:
 
 def print_now(lines: Iterator[str]) -> None:
     """Print lines from the first process. All compute them."""
-    computed = list(lines)
-    if jax.process_index() == 0:
-        with process.writing(sys.stdout):
-            sys.stdout.writelines(computed)
-            sys.stdout.flush()
+    for line in lines:
+        if jax.process_index() == 0:
+            with process.writing(sys.stdout):
+                print(line, end='', flush=True)
 
 
 def load(job: Job) -> infer.T5:
@@ -408,50 +395,35 @@ def load(job: Job) -> infer.T5:
     return t5
 
 
-def chunks(spool: infer_input.Spool, size: int) -> Iterator[Chunk]:
-    examples = iter(spool)
-    while chunk := list(itertools.islice(examples, size)):
-        yield chunk
-
-
-def progress_bar(part: Part) -> tqdm.tqdm:
-    """Return a bar on stderr for the examples of a shard."""
+def progress_bar(name: str, num_examples: int) -> tqdm.tqdm:
+    """Return a bar on stderr."""
     return tqdm.tqdm(
-        total=len(part.spool),
+        total=num_examples,
         unit=' examples',
-        desc=part.name,
+        desc=name,
         mininterval=1.0 if sys.stderr.isatty() else 30.0,
         disable=jax.process_index() > 0,
     )
 
 
-def lines_of(
-    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], None]
-) -> Iterator[str]:
+def lines_of(job: Job, t5: infer.T5, part: Part, progress: Callable[[int], None]) -> Iterator[str]:
     """Yield the line of each example."""
-    request = job.request
     config = job.config.decode
-    examples = []
-    inputs = []  # as lines have them
-    for number, example in chunk:
-        targets = np.zeros(0, np.int32) if example.targets is None else example.targets
-        examples.append(infer.Example(example.inputs, targets, number))
-        inputs.append(selected(example.features(), request.fields))
-    if request.score:
+    if job.request.score:
 
         def score(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
             choices = [example._replace(targets=[example.targets]) for example in batch]
             return infer.score_batch(t5, choices, num_rows)
 
-        scores = infer.in_batches(score, examples, config.batch_size, progress)
-        for written, [nats] in zip(inputs, scores, strict=True):
+        scores = infer.in_batches(score, part.examples, config.batch_size, progress)
+        for written, [nats] in zip(part.written, scores, strict=True):
             yield results.as_line({'inputs': written, 'score': float(nats)})
         return
     predict = functools.partial(infer.answer_batch, t5, job.decoding)
-    answers = infer.in_batches(predict, examples, config.batch_size, progress)
-    for written, answer in zip(inputs, answers, strict=True):
+    answers = infer.in_batches(predict, part.examples, config.batch_size, progress)
+    for written, answer in zip(part.written, answers, strict=True):
         line: dict = {'inputs': written, 'prediction': one_or_all(answer.texts, config.num_return)}
-        if request.output_ids:
+        if job.request.output_ids:
             ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
             line['prediction_tokens'] = one_or_all(ids, config.num_return)
         if config.return_scores:
@@ -481,11 +453,10 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
 
 
 def encodings_of(
-    job: Job, t5: infer.T5, chunk: Chunk, progress: Callable[[int], None]
+    job: Job, t5: infer.T5, examples: Sequence[infer.Example], progress: Callable[[int], None]
 ) -> dict[str, np.ndarray]:
     """Return the arrays of a file, as the head of this file has them."""
     pool = job.request.pool
-    examples = [infer.Example(example.inputs, number=number) for number, example in chunk]
 
     def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
         for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
@@ -502,138 +473,90 @@ def encodings_of(
     return arrays | {'embeddings': np.concatenate(encoded)}
 
 
-class Output:
-    """The files of one task's or file's results, of one shard."""
+# Files.
 
-    def __init__(self, folder: Path, part: Part, job: Job):
-        request = job.request
+
+class Output(NamedTuple):
+    """A file of the shard's results."""
+
+    path: Path
+    part: Part
+    examples: Sequence[infer.Example]  # of encodings, some of the part's
+
+
+def outputs(job: Job) -> Iterator[Output]:
+    """Yield the files that the shard writes."""
+    request = job.request
+    folder = paths.disk_path(request.output_dir)
+    for part in job.parts:
         task = results.file_name(part.name)
-        self.job = job
-        self.part = part
-        self.merged = folder / f'{task}-{job.mode}.jsonl'
-        self.shards = []  # the files of all shards
+        if not request.encode:
+            name = f'{task}-{job.mode}.jsonl'
+            if request.num_shards > 1:
+                name += f'-{request.shard - 1:05}-of-{request.num_shards:05}'
+            yield Output(folder / name, part, part.examples)
+            continue
+        size = EXAMPLES_PER_FILE[request.pool]
+        files_before = [0]  # each shard, and after the last one
         for shard in range(request.num_shards):
-            suffix = f'{shard:05}-of-{request.num_shards:05}'
-            self.shards.append(folder / f'{self.merged.name}-{suffix}')
-        self.file = self.shards[request.shard - 1]
-        self.settings = digest_of(json.dumps(settings_as_json(job), sort_keys=True).encode())
-        self.chunks = folder / self.file.name.replace(self.merged.name, f'tmp-{task}', 1)
-        self.encodings = {}  # {file: number of its shard}
-        if request.encode:
-            shard_of_file = []
-            for shard in range(1, request.num_shards + 1):
-                num_examples = len(range(shard - 1, part.num_examples, request.num_shards))
-                num_files = math.ceil(num_examples / EXAMPLES_PER_FILE[request.pool])
-                shard_of_file += [shard] * num_files
-            for number, shard in enumerate(shard_of_file):
-                name = f'{task}-encodings-{number:05}-of-{len(shard_of_file):05}.safetensors'
-                self.encodings[folder / name] = shard
+            num_examples = len(range(shard, part.num_examples, request.num_shards))
+            files_before.append(files_before[-1] + math.ceil(num_examples / size))
+        for start in range(0, len(part.examples), size):
+            number = files_before[request.shard - 1] + start // size
+            name = f'{task}-encodings-{number:05}-of-{files_before[-1]:05}.safetensors'
+            yield Output(folder / name, part, part.examples[start : start + size])
 
-    def write(self, load_once: Callable[[], infer.T5]) -> str:
-        """Write what is missing of the shard. Return what the first process says of it."""
-        is_first = jax.process_index() == 0
-        request = self.job.request
-        if request.encode:
-            shards = self.encodings
-            files = [file for file in shards if shards[file] == request.shard]
-            self.write_chunks(files, EXAMPLES_PER_FILE[request.pool], load_once)
-            message = f'The encodings of {self.part.name} are in {self.merged.parent}'
-            num_missing = sum(not mark_of(file).exists() for file in shards)
-            if num_missing:
-                message += (
-                    f'; {num_missing} of {len(shards)} files are missing, those of other shards'
-                )
-            return message
-        if not self.is_complete(self.file):
-            files = []
-            for number in range(math.ceil(len(self.part.spool) / infer.EXAMPLES_PER_CHUNK)):
-                files.append(self.chunks / f'{self.file.name}-chunk{number:05}')
-            if is_first:
-                mark_of(self.file).unlink(missing_ok=True)
-                self.chunks.mkdir(exist_ok=True)
-            self.write_chunks(files, infer.EXAMPLES_PER_CHUNK, load_once)
-            if is_first:
-                with paths.replacing(self.file) as file:
-                    for path in files:
-                        with path.open('rb') as chunk:
-                            shutil.copyfileobj(chunk, file)
-                self.complete(self.file)
-        if not is_first:
-            return ''
-        return self.merge()
 
-    def write_chunks(
-        self, files: Sequence[Path], size: int, load_once: Callable[[], infer.T5]
-    ) -> None:
-        """Write those of the files that are not complete, `size` examples each."""
-        is_first = jax.process_index() == 0
-        with progress_bar(self.part) as bar:
-            for file, chunk in zip(files, chunks(self.part.spool, size), strict=True):
-                if self.is_complete(file):
-                    if is_first:
-                        bar.initial += len(chunk)  # they count for no speed
-                    bar.update(len(chunk))
-                    continue
-                arguments = (self.job, load_once(), chunk, bar.update)
-                if self.job.request.encode:
-                    content = safetensors.numpy.save(encodings_of(*arguments))
-                else:
-                    content = ''.join(lines_of(*arguments)).encode()
+def write_files(job: Job) -> list[str]:
+    """Write the files of the shard that are not there. Return what to say of them."""
+    request = job.request
+    folder = paths.disk_path(request.output_dir)
+    is_first = jax.process_index() == 0
+    with contextlib.ExitStack() as stack:
+        if is_first:
+            stack.enter_context(paths.naming(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+            shard = f'{request.shard}/{request.num_shards}'
+            lock_file = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
+            remedy = 'wait for it, or give each process its own --shard=i/n'
+            stack.enter_context(lock(lock_file, f'shard {shard} of {folder}', remedy))
+            check_output(job)  # another shard may have begun
+            if not (folder / SETTINGS).exists():
+                content = json.dumps(settings_as_json(job), indent=1).encode()
+                paths.replace_file(folder / SETTINGS, content, shard.replace('/', '-of-'))
+        missing = []
+        for output in outputs(job):
+            is_there = partition.from_first_process(np.array(output.path.exists()))
+            if not is_there:
+                missing.append(output)
+        if missing:
+            write_missing(job, missing)
+        if is_first:
+            lock_file.unlink(missing_ok=True)
+    if request.encode:
+        return [f'The encodings of {part.name} are in {folder}' for part in job.parts]
+    return [f'The results are in {output.path}' for output in outputs(job)]
+
+
+def write_missing(job: Job, missing: Sequence[Output]) -> None:
+    """Compute files in all processes, and write them in the first one."""
+    t5 = load(job)
+    is_first = jax.process_index() == 0
+    num_examples = sum(len(output.examples) for output in missing)
+    with progress_bar(missing[0].part.name, num_examples) as bar:
+        for output in missing:
+            bar.set_description(output.part.name, refresh=False)
+            if job.request.encode:
+                arrays = encodings_of(job, t5, output.examples, bar.update)
                 if is_first:
-                    paths.replace_file(file, content)
-                    self.complete(file)
-
-    def complete(self, file: Path) -> None:
-        paths.replace_file(mark_of(file), json.dumps(self.summary(file)).encode())
-
-    def summary(self, file: Path) -> dict:
-        """Return what marks a file as complete: whose it is, its size and checksum."""
-        found = checkpoint.checksum(file)
-        return {'file': file.name, 'settings': self.settings, **found._asdict()}
-
-    def is_unchanged(self, file: Path) -> bool:
-        try:
-            return json.loads(mark_of(file).read_bytes()) == self.summary(file)
-        except (FileNotFoundError, ValueError, RecursionError):
-            return False
-
-    def is_complete(self, file: Path) -> bool:
-        """Return whether a file is complete. Report one that was and has changed.
-
-        The first process, which writes, decides for all.
-        """
-        found = False
-        if jax.process_index() == 0 and mark_of(file).exists():
-            found = self.is_unchanged(file)
-            if not found:
-                text = f'{file} has changed or is gone since it was completed: it is made again.'
-                tqdm.tqdm.write(text, file=sys.stderr)
-        return bool(partition.from_first_process(np.array(found)))
-
-    def merge(self) -> str:
-        """Merge the shards if all are complete. Return what to print."""
-        shutil.rmtree(self.chunks, ignore_errors=True)
-        num_missing = sum(not mark_of(file).exists() for file in self.shards)
-        num_shards = len(self.shards)
-        if num_missing:
-            return (
-                f'{self.file} is written; {num_missing} of {num_shards} shards are missing: the last '
-                'one to end merges them.'
-            )
-        for shard, file in enumerate(self.shards, start=1):
-            if not self.is_unchanged(file):
-                raise Refused(f'{file} has changed: repeat --shard={shard}/{num_shards}')
-        with contextlib.ExitStack() as stack:
-            shards = [stack.enter_context(file.open('rb')) for file in self.shards]
-            merged = stack.enter_context(paths.replacing(self.merged, self.file.name))
-            for lines in itertools.zip_longest(*shards, fillvalue=b''):
-                merged.writelines(lines)
-        return f'The results are in {self.merged}'
-
-
-def mark_of(file: Path) -> Path:
-    """Return the file that says that `file` is complete."""
-    return file.with_name(f'{file.name}.COMPLETED')
+                    paths.replace_file(output.path, safetensors.numpy.save(arrays))
+                continue
+            with contextlib.ExitStack() as stack:
+                if is_first:
+                    file = stack.enter_context(paths.replacing(output.path))
+                for line in lines_of(job, t5, output.part, bar.update):
+                    if is_first:
+                        file.write(line.encode())
 
 
 def check_output(job: Job) -> None:
@@ -648,11 +571,9 @@ def check_output(job: Job) -> None:
     if file.exists():
         changes = checks.changed_settings(paths.read_json(file), settings_as_json(job))
     else:
-        for output in [Output(folder, part, job) for part in job.parts]:
-            results_there = (output.merged, output.file, *output.encodings)
-            changes += [
-                f'{path.name} without {SETTINGS}' for path in results_there if path.exists()
-            ]
+        for output in outputs(job):
+            if output.path.exists():
+                changes.append(f'{output.path.name} without {SETTINGS}')
     if changes:
         raise Refused(
             f'{folder} has other results ({first_ten(changes, "; ")}): name another folder'

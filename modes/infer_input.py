@@ -9,10 +9,8 @@ import contextlib
 import gzip
 import io
 import itertools
-import pickle
 import queue
 import sys
-import tempfile
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +21,6 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-import paths
 import tasks
 import tasks.open
 from messages import Refused, named
@@ -36,29 +33,6 @@ from tasks.names import look_up
 from vocabulary import EOS_ID, Vocabulary
 
 STANDARD_INPUT = '-'
-
-
-class Spool:
-    """Examples with their numbers in a temporary file: they are read and tokenized once."""
-
-    def __init__(self):
-        self.file = tempfile.TemporaryFile(prefix='examples-')  # noqa: SIM115
-        self.folder = Path(tempfile.gettempdir())
-        self.num_examples = 0
-
-    def add(self, number: int, example: Example) -> None:
-        """Append an example. Raises OSError, which names the folder (TMPDIR), where the disk is full."""
-        with paths.naming(self.folder):
-            pickle.dump((number, example), self.file)
-        self.num_examples += 1
-
-    def __len__(self) -> int:
-        return self.num_examples
-
-    def __iter__(self) -> Iterator[tuple[int, Example]]:
-        self.file.seek(0)
-        for _ in range(self.num_examples):
-            yield pickle.load(self.file)
 
 
 def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
@@ -82,30 +56,31 @@ def with_templates(config: ConfigDict) -> ConfigDict:
     return own
 
 
-def as_they_come(examples: Iterable[Example], size: int) -> Iterator[Sequence[tuple[int, Example]]]:
-    """Yield the examples that are there, with their numbers: at least one and at most `size`."""
+def as_they_come(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
+    """Yield the examples that are there: at least one and at most `size`."""
     arrived: queue.Queue = queue.Queue(maxsize=size)
 
     def read() -> None:
         try:
-            for numbered in enumerate(examples):
-                arrived.put(numbered)
+            for example in examples:
+                arrived.put(example)
             arrived.put(None)
         except Exception as error:
             arrived.put(error)
 
     threading.Thread(target=read, daemon=True).start()
-    has_ended = False
-    while not has_ended:
-        items = [arrived.get()]
-        while len(items) < size and not arrived.empty():
-            items.append(arrived.get())
-        has_ended = not isinstance(items[-1], tuple)
-        chunk = items[:-1] if has_ended else items
-        if chunk:
-            yield chunk
-    if items[-1] is not None:
-        raise items[-1]
+    is_open = True
+    while is_open:
+        group = [arrived.get()]
+        while len(group) < size and not arrived.empty():
+            group.append(arrived.get())
+        is_open = isinstance(group[-1], Example)
+        if not is_open:
+            error = group.pop()
+        if group:
+            yield group
+    if error is not None:
+        raise error
 
 
 class FileExamples:
@@ -179,13 +154,32 @@ class FileExamples:
             yield from self.items(group)
 
     def lines(self) -> Iterator[tuple[int, str | dict]]:
-        """Yield the lines of a file with their numbers, those of a table without its header."""
-        lines = numbered_lines(self.path, self.title, self.kind)
-        if self.kind in ('csv', 'tsv'):
-            _, line = next(lines)
-            self.header = tables.header_of(line, self.kind, self.delimiter, self.title)
-            self.check_columns(self.header, self.templates['inputs'].fields)
-        yield from lines
+        """Yield the lines of a file, which may be gzipped, with their numbers; those of a table without its header.
+
+        A row of CSV is one line, whatever newlines its quoted fields hold.
+        """
+        opened: contextlib.AbstractContextManager[BinaryIO | io.BufferedIOBase]
+        if self.path == STANDARD_INPUT:
+            opened = contextlib.nullcontext(sys.stdin.buffer)
+        else:
+            opened = open_unzipped(self.path, files.SEQUENTIAL_READ_AHEAD)
+        number = 0
+        try:
+            with opened as file:
+                for number, content in tables.whole_rows(tables.numbered_lines(file), self.kind):
+                    line = content.decode('utf-8-sig').removesuffix('\n').removesuffix('\r')
+                    if self.kind in ('csv', 'tsv') and not self.header:
+                        self.header = tables.header_of(line, self.kind, self.delimiter, self.title)
+                        self.check_columns(self.header, self.templates['inputs'].fields)
+                    else:
+                        yield number, line
+        except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            rule = 'write it in UTF-8, or copy it again'
+            raise Refused(
+                f'line {number} of {self.title} cannot be read ({error}): {rule}'
+            ) from None
+        if number == 0:
+            raise Refused(f'{self.title} is empty: write a line for each example')
 
     def check_columns(self, columns: Sequence[str], fields: Sequence[str]) -> None:
         """Raise Refused for a file without a column that the settings name."""
@@ -229,11 +223,12 @@ class FileExamples:
             of_name = [of_line.get(name, '') for of_line in texts]
             ids[name] = self.vocabulary.encode_as_arrays(of_name, glued_sentinels=True)
         for i, (number, _) in enumerate(lines):
-            inputs = self.ended('inputs', ids['inputs'][i], number)
+            where = f'in {self.unit} {number} of {self.title}'
+            inputs = self.ended('inputs', ids['inputs'][i], where)
             is_trimmed = len(inputs) <= len(ids['inputs'][i])
             targets = None
             if 'targets' in texts[i]:
-                targets = self.ended('targets', ids['targets'][i], number)
+                targets = self.ended('targets', ids['targets'][i], where)
                 is_trimmed |= len(targets) <= len(ids['targets'][i])
             yield Example(fields[i] | texts[i], inputs, targets, is_trimmed)
 
@@ -274,54 +269,28 @@ class FileExamples:
             values[field] = tables.json_string(dict(fields), field, remedy=remedy)
         return template.fill(values)
 
-    def ended(self, name: str, ids: np.ndarray, number: int) -> np.ndarray:
-        """Return ids with EOS at their end. Those that are too long are cut if the user says so."""
-        length = self.lengths[name]
-        if len(ids) >= length:
-            if not self.trim:
-                title = f'the {name} in {self.unit} {number} of {self.title}'
-                raise too_long(title, len(ids) + 1, name, length)
-            ids = ids[: length - 1]
-        return np.append(ids, np.int32(EOS_ID)).astype(np.int32)
+    def ended(self, name: str, ids: np.ndarray, where: str) -> np.ndarray:
+        return ended(f'the {name} {where}', ids, name, self.lengths[name], self.trim)
 
 
-def too_long(title: str, num_tokens: int, name: str, length: int) -> Refused:
-    return Refused(
-        f'{title} have {num_tokens} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
-    )
+def ended(
+    title: str, ids: Sequence[int] | np.ndarray, name: str, length: int, trim: bool
+) -> np.ndarray:
+    """Return ids with EOS at their end. Those that are too long are cut if the user says so."""
+    if len(ids) >= length and not trim:
+        raise Refused(
+            f'{title} have {len(ids) + 1} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
+        )
+    return np.append(ids[: length - 1], EOS_ID).astype(np.int32)
 
 
 def encode_text(
     text: str, vocabulary: Vocabulary, length: int, trim: bool, title: str = '--text'
-) -> list[int]:
+) -> np.ndarray:
     """Return the ids of --text, EOS included."""
     try:
         text.encode()
     except UnicodeEncodeError:
         raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
     [ids] = vocabulary.encode([text], glued_sentinels=True)
-    if len(ids) >= length and not trim:
-        raise too_long(f'the words of {title}', len(ids) + 1, 'inputs', length)
-    return [*ids[: length - 1], EOS_ID]
-
-
-def numbered_lines(path: str, title: str, kind: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) of a file, which may be gzipped.
-
-    A row of CSV is one line, whatever newlines its quoted fields hold.
-    """
-    number = 0
-    opened: contextlib.AbstractContextManager[BinaryIO | io.BufferedIOBase]
-    if path == STANDARD_INPUT:
-        opened = contextlib.nullcontext(sys.stdin.buffer)
-    else:
-        opened = open_unzipped(path, files.SEQUENTIAL_READ_AHEAD)
-    try:
-        with opened as file:
-            for number, line in tables.whole_rows(tables.numbered_lines(file), kind):
-                yield number, line.decode('utf-8-sig').removesuffix('\n').removesuffix('\r')
-    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        rule = 'write it in UTF-8, or copy it again'
-        raise Refused(f'line {number} of {title} cannot be read ({error}): {rule}') from None
-    if number == 0:
-        raise Refused(f'{title} is empty: write a line for each example')
+    return ended(f'the words of {title}', ids, 'inputs', length, trim)

@@ -113,23 +113,23 @@ class Killed(BaseException):
     pass
 
 
-def kill_after_two_chunks(monkeypatch, folder, checkpoint, request):
+def kill_after_two_batches(monkeypatch, folder, checkpoint, request):
     """Leave in `folder` what a killed job leaves."""
-    in_batches = infer.in_batches
-    num_chunks = 0
+    score_batch = infer.score_batch
+    num_batches = 0
 
     def counted(*arguments):
-        nonlocal num_chunks
-        num_chunks += 1
-        if num_chunks == 3:
+        nonlocal num_batches
+        num_batches += 1
+        if num_batches == 3:
             raise Killed
-        return in_batches(*arguments)
+        return score_batch(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer, 'in_batches', counted)
+        patch.setattr(infer, 'score_batch', counted)
         with pytest.raises(Killed):
             infer_into(folder, checkpoint, request)
-    assert len(list(folder.glob('tmp-*/*-chunk*.COMPLETED'))) == 2
+    assert [file.name for file in folder.glob('*.json*')] == ['infer.json']
 
 
 @pytest.mark.long
@@ -162,7 +162,7 @@ def test_two_processes_leave_the_files_of_one(tmp_path, monkeypatch, capsys):
     begun = tmp_path / 'output_of_0'
     config.infer_eval.task = 'rank'
     evaluate_mode.CheckpointEvaluation(config, checkpoint, str(begun / 'evaluated'), step='3').run()
-    kill_after_two_chunks(monkeypatch, begun / 'scored', checkpoint, named['scored'])
+    kill_after_two_batches(monkeypatch, begun / 'scored', checkpoint, named['scored'])
 
     (output, errors), (other_output, other_errors) = in_two_processes(PROGRAM, tmp_path)
     assert 'Step 3: rank is evaluated already' in output
