@@ -211,16 +211,11 @@ def apply(
 
 
 def check_mesh(config: T5Config, mesh: Mesh) -> None:
-    """Raise ValueError unless the mesh splits embedding, heads, MLP and vocabulary evenly."""
+    """Refuse a mesh that does not split embedding, heads, MLP, vocabulary and an own model evenly."""
     partition.check_divides('model.emb_dim', config.emb_dim, ('fsdp',), mesh)
     for name in ('num_heads', 'mlp_dim', 'vocab_size'):
         partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
-    for field in dataclasses.fields(config.options) if config.options else ():
-        if 'axis' in field.metadata:  # a mesh axis, or the name of the option that has it
-            axis = field.metadata['axis']
-            axes = (getattr(config.options, axis, axis),)
-            size = getattr(config.options, field.name)
-            partition.check_divides(f'model.options.{field.name}', size, axes, mesh)
+    config.modules.check_mesh(config, mesh)
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
@@ -989,6 +984,8 @@ class Modules:
     initial_adapters: Callable | None = None
     may_pack: bool = True  # False: a row is one example
     adapted_kernel: Callable = adapted_kernel
+    # (config, mesh) -> None: raises Refused for a mesh that does not split what the model adds.
+    check_mesh: Callable[[T5Config, Mesh], None] = lambda config, mesh: None
     # config -> {name of an aux: coefficient}: the loss adds coefficient * mean over the rows.
     losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}
     # (config, input length, target length) -> FLOPs of a row's forward pass.

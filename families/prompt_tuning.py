@@ -27,11 +27,18 @@ MOST_FREQUENT = 5000  # T5's pieces are ordered by frequency
 @dataclasses.dataclass(frozen=True)
 class Options:
     length: int = dataclasses.field(
-        default=100, metadata={'range': (1, 10_000), 'help': 'Vectors of the prompt.'}
+        default=100, metadata={'help': 'Vectors of the prompt, at least one for each of `texts`.'}
     )
     texts: tuple[str, ...] = dataclasses.field(
         default=(), metadata={'help': 'A vector begins as each, such as the names of classes.'}
     )
+
+    def __post_init__(self):
+        least = max(1, len(self.texts))
+        if self.length < least:
+            raise Refused(
+                f'model.options.length={self.length}: use at least {least}, a vector for each of model.options.texts'
+            )
 
 
 class Prompt(hk.Module):
@@ -55,11 +62,6 @@ def initial_adapters(config, read, vocabulary, seed):
     """Return {path: array} of the prompt with which a run on a base begins."""
     length = config.options.length
     texts = list(map(str, config.options.texts))
-    if len(texts) > length:
-        raise Refused(
-            f'model.options.texts has {len(texts)} texts, and model.options.length={length}: each text is one '
-            f'vector: leave some out, or set model.options.length={len(texts)} or more'
-        )
     table_vD = read('token_embedder/embedding')
     end = min(FIRST_PIECE + MOST_FREQUENT, vocabulary.size, len(table_vD))
     rng = np.random.default_rng(seed)

@@ -22,26 +22,38 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import partition
+from configs import base, check
 from messages import Refused
 
 
-def option(default, **metadata):
-    return dataclasses.field(default=default, metadata=metadata)
+def option(default, text):
+    return dataclasses.field(default=default, metadata={'help': text})
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    num_experts: int = option(8, range=(1, 1 << 16), axis='split_experts')
-    sparse_step: int = option(2, range=(1, 1000), help='Layers per layer with experts.')
-    split_experts: str = option('model', choices=('model', 'fsdp'), help='A mesh axis.')
-    group_size: int = option(0, range=(0, 1 << 30), help='Most tokens of a group; 0: a row.')
-    train_expert_capacity_factor: float = option(1.25, range=(0.0, 1e6))
-    eval_expert_capacity_factor: float = option(2.0, range=(0.0, 1e6))
-    min_expert_capacity: int = option(4, range=(1, 1 << 30), help='Least places for a group.')
-    zero_padding: bool = option(True, help='Padding goes to expert 0, as in T5X.')
-    expert_dropout_rate: float = option(-1.0, range=(-1.0, 0.99), help='-1: model.dropout_rate.')
-    aux_loss_factor: float = option(0.01, range=(0.0, 1e6), help='Of the load balance loss.')
-    router_z_loss_factor: float = option(0.0, range=(0.0, 1e6))
+    num_experts: int = 8
+    sparse_step: int = option(2, 'Layers per layer with experts.')
+    split_experts: str = option('model', 'A mesh axis: model or fsdp.')
+    group_size: int = option(0, 'Most tokens of a group; 0: a row.')
+    train_expert_capacity_factor: float = 1.25
+    eval_expert_capacity_factor: float = 2.0
+    min_expert_capacity: int = option(4, 'Least places for a group.')
+    zero_padding: bool = option(True, 'Padding goes to expert 0, as in T5X.')
+    expert_dropout_rate: float = option(-1.0, '-1: model.dropout_rate.')
+    aux_loss_factor: float = option(0.01, 'Of the load balance loss.')
+    router_z_loss_factor: float = 0.0
+
+    def __post_init__(self):
+        least = {'num_experts': 1, 'sparse_step': 1, 'group_size': 0, 'min_expert_capacity': 1}
+        for name, low in least.items():
+            limits = base.Range(low, 1 << 24)
+            default = getattr(Options, name)
+            check.check_allowed(f'model.options.{name}', getattr(self, name), default, limits)
+        rate = self.expert_dropout_rate
+        check.check_allowed('model.options.expert_dropout_rate', rate, -1.0, base.Range(-1, 0.99))
+        axes = ('model', 'fsdp')
+        check.check_allowed('model.options.split_experts', self.split_experts, 'model', None, axes)
 
 
 def has_experts(c, index):
@@ -205,6 +217,9 @@ def modules(default):
         default,
         mlp=Mlp,
         feed_forward=feed_forward,
+        check_mesh=lambda c, mesh: partition.check_divides(
+            'model.options.num_experts', c.options.num_experts, (c.options.split_experts,), mesh
+        ),
         initializers=model.Initializers(
             attention=scaling(0.1, 'fan_in', 'normal'),
             mlp=scaling(0.1, 'fan_in', 'truncated_normal'),

@@ -153,21 +153,16 @@ def trace(config: T5Config) -> set[str]:
 
 
 def describe_options(name: str) -> list[str]:
-    """Return a line for each option of model.module, and what its metadata say, as --help has them."""
-    module, file, _ = find(name)
-    declared = getattr(module, 'Options', None)
+    """Return the lines of --help about the options of model.module, with the help of their metadata."""
+    declared = getattr(find(name)[0], 'Options', None)
     if declared is None:
         return []
-    own_options.check_declaration(declared, file)
     lines = ['', f'Options of model.module={name}:']
     for field in dataclasses.fields(declared):
-        lines.append(f'  --config.model.options.{field.name}={field.default!r}')
+        default = getattr(declared(), field.name)
+        lines.append(f'  --config.model.options.{field.name}={default!r}')
         if 'help' in field.metadata:
             lines.append(f'      {field.metadata["help"]}')
-        if 'range' in field.metadata:
-            lines.append(f'      ({check.Range(*field.metadata["range"])})')
-        if 'choices' in field.metadata:
-            lines.append(f'      ({", ".join(map(repr, field.metadata["choices"]))})')
     return lines
 
 

@@ -155,7 +155,7 @@ import model
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    sharpness: float = dataclasses.field(default=1.0, metadata={'range': (0.0, 10.0)})
+    sharpness: float = 1.0
     penalty: float = 0.1
 
 

@@ -29,11 +29,17 @@ CONFIG = 'from configs import base\n\ndef get_config():\n    config = base.get_c
 DICT = 'import ml_collections as m\n\ndef get_config():\n    return m.ConfigDict({{"{}": 1}})\n'
 OWN = """
 import dataclasses
+from messages import Refused
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    num: int = dataclasses.field(default=2, metadata={'range': (1, 8)})
-    kind: str = dataclasses.field(default='a', metadata={'choices': ('a', 'b')})
+    num: int = 2
+    rate: float = 0.5
+    which: tuple = ('a',)
+
+    def __post_init__(self):
+        if not 1 <= self.num <= 8:
+            raise Refused(f'model.options.num={self.num}: use 1 to 8')
 
 def modules(default):
     return default
@@ -179,13 +185,19 @@ ROWS = [
     (f'{OPTION} --config.model.options.num=two', 'model.options.num'),
     (f'{OPTION} --config.model.options.num=', 'model.options.num'),
     (f'{OPTION} --noconfig.model.options.num', 'model.options.num'),
-    (f'{OPTION} --config.model.options.kind=c=d', 'model.options.kind'),
+    (f'{OPTION} --config.model.options.rate=1e999', 'model.options.rate=inf'),
+    (f'{OPTION} --config.model.options.which=a', 'model.options.which'),
+    (f'{OPTION} --config.model.options.which=(3,[4])', 'model.options.which'),
     (f'{OPTION} --config.model.options.num=3 -config.model.options.num 4', 'model.options.num'),
     (f'{OPTION} --config.model.options.=3', 'model.options'),
     (f'{OPTION} --config.model.options=3', 'model.options'),
     (f'{OPTION} --noconfig.model.options.num=1', 'model.options.num'),
     (f'{TINY} --config.model.options.num=3', 'model.module'),
     (f'{TINY} --config.model.module=plain.py --config.model.options.num=3', 'plain.py'),
+    (f'{TINY} --config.model.module=switch --config.model.options.num_experts=0', 'model.options.num_experts=0'),
+    (f'{TINY} --config.model.module=switch --config.model.options.split_experts=data', 'model.options.split_experts'),
+    (f'{TINY} --config.model.module=long_t5 --config.model.options.local_radius=0', 'model.options.local_radius=0'),
+    (f'{TINY} --config.model.module=long_t5 --config.model.options.encoder_attention=x', 'encoder_attention'),
     (f'{TINY} --config.model.module=gone', 'model.module'),
     (f'{TINY} --config.model.module=no_function.py', 'no_function.py'),
     ('--config=option.py', 'model.options.num=9'),
@@ -200,6 +212,7 @@ ROWS = [
     (f"""{TINY} "--config.model.mlp_activations=('tanh',)" """, 'model.mlp_activations'),
     (f'{TINY} "--config.model.mlp_activations=()"', 'model.mlp_activations'),
     (f'{TINY} --config.model.num_heads=5 --config.mesh.model=2', 'model.num_heads'),
+    (f'{TINY} --config.model.module=switch --config.model.options.num_experts=3 --config.mesh.model=2', 'options.num_experts=3'),
     (f'{TINY} --config.mesh.data=16', 'mesh.data=16'),
     (f'{TINY} --config.mesh.data=-1 --config.mesh.model=-1', 'mesh.'),
     (f'{TINY} --config.train.num_microbatches=3', 'train.num_microbatches'),

@@ -56,16 +56,21 @@ OPTIONS = """
 import dataclasses
 
 import model
+from messages import Refused
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    num: int = dataclasses.field(default=2, metadata={'range': (1, 8), 'help': 'How many.'})
-    rate: float = 0.5
+    num: int = dataclasses.field(default=2, metadata={'help': 'How many.'})
+    rate: float = dataclasses.field(default=0.5, metadata={'range': (0, 0), 'mine': 1})  # ignored
     gated: bool = False
-    kind: str = dataclasses.field(default='a', metadata={'choices': ('a', 'b=c')})
+    kind: str = 'a'
     which: tuple[str, ...] = ('p', 'q')
     widths: tuple = ()
+
+    def __post_init__(self):
+        if self.num > 8:
+            raise Refused(f'model.options.num={self.num}: use at most 8')
 
 
 class Mlp(model.Mlp):

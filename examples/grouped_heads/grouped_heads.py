@@ -12,18 +12,18 @@ import jax.numpy as jnp
 
 import model
 import partition
+from messages import Refused
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     num_kv_heads: int = dataclasses.field(
-        default=1,
-        metadata={
-            'range': (1, 1024),
-            'axis': 'model',  # split over this mesh axis
-            'help': 'heads of keys and values: must divide model.num_heads',
-        },
+        default=1, metadata={'help': 'heads of keys and values: must divide model.num_heads'}
     )
+
+    def __post_init__(self):
+        if self.num_kv_heads < 1:
+            raise Refused(f'model.options.num_kv_heads={self.num_kv_heads}: use at least 1')
 
 
 class Attention(model.Attention):
@@ -50,5 +50,10 @@ class Attention(model.Attention):
         return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
 
 
+def check_mesh(config, mesh):
+    num_heads = config.options.num_kv_heads
+    partition.check_divides('model.options.num_kv_heads', num_heads, ('model',), mesh)
+
+
 def modules(default):
-    return dataclasses.replace(default, attention=Attention)
+    return dataclasses.replace(default, attention=Attention, check_mesh=check_mesh)

@@ -13,17 +13,18 @@ import dataclasses
 import jax.numpy as jnp
 
 import model
+from messages import Refused
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     window: int = dataclasses.field(
-        default=128,
-        metadata={
-            'range': (1, 1_000_000),
-            'help': 'the first distance that self-attention does not see',
-        },
+        default=128, metadata={'help': 'the first distance that self-attention does not see'}
     )
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise Refused(f'model.options.window={self.window}: use at least 1')
 
 
 class Attention(model.Attention):

@@ -77,7 +77,7 @@ def test_a_prompt_begins_with_texts_and_frequent_pieces(corpus, uninterrupted):
 
 
 @pytest.mark.parametrize('texts, name', [
-    (tuple('abcdefg'), 'model.options.texts has 7 texts, and model.options.length=6'),
+    (tuple('abcdefg'), 'model.options.length=6'),
     (('yes', ' '), "model.options.texts[1]=' ' has no pieces"),
 ])  # fmt: skip
 def test_texts_that_begin_no_prompt(corpus, uninterrupted, texts, name):

@@ -391,6 +391,8 @@ MISTAKES = [
     (AssertionError, HEAD.format(", adapters='prompt/.+'")),
     (AssertionError, HEAD.format(", losses=lambda config: {'load': 1.0}")),
     (ValueError, MLP.replace("/mlp/down'", "/mlp/dawn'")),  # a parameter without a row
+    (AssertionError, OPTIONS.replace('widths: tuple = ()', 'widths: tuple | None = None')),
+    (ValueError, OPTIONS.replace('frozen=True', 'frozen=False')),  # it has no hash
 ]
 
 
