@@ -29,9 +29,7 @@ import partition
 
 EOS_ID = 1
 MASKED = -1e7  # T5X's logit of a token never taken, and its score of a missing sequence
-MISSING = (
-    MASKED / 100
-)  # a sequence with a score below is missing: the brevity penalty divides MASKED
+MISSING = MASKED / 100  # beams score less if they are missing: the brevity penalty divides MASKED
 MIN_TEMPERATURE = 1e-4  # up to here the most likely token is taken
 FIRST_ROOM = 64  # tokens of the first cache
 
@@ -79,7 +77,7 @@ class Decoding:
     @property
     def room(self) -> int:
         """The positions of an answer in a program: a power of two."""
-        return max(FIRST_ROOM, 1 << int(self.max_length - 1).bit_length())
+        return max(FIRST_ROOM, next_power(self.max_length))
 
     @property
     def num_decodes(self) -> int:
@@ -103,6 +101,11 @@ class Decoding:
             allowed=('any',) if self.allowed else (),
             stop=('any',) if self.stop else (),
         )
+
+
+def next_power(n: int) -> int:
+    """Return the first of 1, 2, 4, 8 ... that reaches `n`."""
+    return 1 << max(int(n) - 1, 0).bit_length()
 
 
 def hashable(value):

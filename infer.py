@@ -217,8 +217,7 @@ class T5:
         no_repeat_ngram_size: int = 0,  # size of n-grams that may occur once; 0 for any
         min_length: int = 0,  # tokens after the prompt, EOS not included
         bad_words: decode.Text | Sequence[decode.Text] = (),  # texts or ids banned from answers
-        allowed: decode.Text
-        | Sequence = (),  # the only answers: texts or ids, or a list for each input
+        allowed: decode.Text | Sequence = (),  # the only answers, or a list for each input
         stop: str | Sequence[str] = (),  # texts that end an answer, not part of it
         filters: Sequence[decode.Filter] = (),  # your own: see decode.filtered
         return_scores: bool = False,  # return `Answers`
@@ -401,11 +400,6 @@ def next_size(n: int, multiple: int) -> int:
             return size + size // 2
         size *= 2
     return size
-
-
-def next_power(n: int) -> int:
-    """Return the first of 1, 2, 4, 8 ... that reaches `n`."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 # Any number of examples.
@@ -664,8 +658,8 @@ def words_of(
 
 def _padded(lists: Sequence[Sequence[Sequence[int]]], on_left: bool) -> NDArray:
     """Return lists of ids as int32 [b, n, W], padded with -1; further rows are NO_WORD."""
-    num_words = next_power(max(map(len, lists)))
-    width = next_power(max((len(ids) for rows in lists for ids in rows), default=1))
+    num_words = decode.next_power(max(map(len, lists)))
+    width = decode.next_power(max((len(ids) for rows in lists for ids in rows), default=1))
     padded = np.full((len(lists), num_words, width), NO_WORD, np.int32)
     for b, rows in enumerate(lists):
         for n, ids in enumerate(rows):

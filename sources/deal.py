@@ -54,12 +54,20 @@ class Blocks(Part):
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
             records: list[Record | None] = []
-            found = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
-            for record in itertools.chain.from_iterable(found):
-                records.append(record)
-                if record is not None and not keep(record):
-                    records[-1] = None
+            for found in self.read_all(blocks[start : start + BLOCKS_PER_POOL]):
+                records += blank_out(found, keep)
             yield start // BLOCKS_PER_POOL, records
+
+
+def blank_out(
+    records: Iterable[Record | None], keep: Callable[[Record], bool]
+) -> Iterator[Record | None]:
+    """Yield the records, and None for those that `keep` refuses."""
+    for record in records:
+        if record is not None and keep(record):
+            yield record
+        else:
+            yield None
 
 
 class RecordsInMemory(Blocks):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import sources.files
 from sources import Part, Record, Share
+from sources.deal import blank_out
 from sources.files import EMPTY_FILE, FileRecord
 from sources.heads import open_unzipped
 from sources.tables import LineParser, whole_rows
@@ -44,12 +45,8 @@ class GzippedFiles(Part):
             lines = self.lines_of_round(share, round_number)
             own_lines = itertools.islice(lines, pool * pool_lines, None)
             while True:
-                records = []
-                for line in itertools.islice(own_lines, pool_lines):
-                    record = self.parse(*line)
-                    if record is not None and not keep(record):
-                        record = None
-                    records.append(record)
+                parsed = itertools.starmap(self.parse, itertools.islice(own_lines, pool_lines))
+                records = list(blank_out(parsed, keep))
                 if not records:
                     break
                 yield round_number * POOLS_PER_ROUND + pool, records
