@@ -45,18 +45,16 @@ def test_the_same_seed_twice_gives_the_same_bits(corpus, uninterrupted, tmp_path
     assert first_batch_crc(config, uninterrupted) != expected
 
 
-def test_a_continued_run_is_the_uninterrupted_run(corpus, uninterrupted, tmp_path, monkeypatch):
+def test_a_continued_run_is_the_uninterrupted_run(corpus, uninterrupted, tmp_path):
     """Stopped right after it saved step 3, and continued to 6."""
     config = small_config(corpus)
     stopped = prepare(config, tmp_path)
-    save = loop.save
 
-    def save_and_stop(*arguments):
-        save(*arguments)
+    def stop(run):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, 'save', save_and_stop)
+    stopped.hooks.append(loop.Hook(name='stop', is_due=lambda run: run.step == 3, call=stop))
+    with pytest.raises(KeyboardInterrupt):
         loop.train(stopped)
     assert checkpoint.steps(tmp_path) == [3]
     run(config, tmp_path)
