@@ -1,4 +1,4 @@
-"""How a run is prepared, from a config to a run that is ready for its next step. train.py takes the steps."""
+"""How a run is prepared, from a config to a run that is ready for its next step. loop.py takes the steps."""
 
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import checkpoint
 import data
 import infer
+import loop
 import model
 import partition
 import paths
@@ -33,7 +34,7 @@ from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, workdir
 from run.agreement import check_alike
 from run.examples import changes_of_targets
-from run.interval import NotFinite
+from run.interval import Interval, NotFinite
 from run.introduction import introduction
 from run.lock import lock
 from run.task_metrics import TaskMetrics
@@ -88,7 +89,7 @@ def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
     )
 
 
-def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | train.FinishedRun:
+def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     """Return a run in the workdir `folder` that is ready for its next step, or finished.
 
     Restores the workdir's newest valid checkpoint if there is one. Raises Refused or OSError, before
@@ -222,9 +223,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         end = None
         planned = memory.Plan(step=None, num_microbatches=1, note='')
         if begin.is_resumed and begin.step >= config.train.steps:
-            end = train.End.STEPS
+            end = loop.End.STEPS
         elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
-            end = train.End.EARLY_STOPPING
+            end = loop.End.EARLY_STOPPING
         else:
             offset = config.optimizer.step_offset
             if offset > begin.step:  # T5X's formula has no value there
@@ -285,7 +286,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         base_params = jax.eval_shape(merge, spec.state_shapes.params)
         t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
         metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
-        evaluations: list[train.Evaluation] = [
+        evaluations: list[loop.Evaluation] = [
             *validation.open_evaluations(
                 config,
                 spec.model_config,
@@ -297,21 +298,21 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             ),
             *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
         ]
-        progress = train.Progress(begin.step, state, interval, end)
         kept = workdir.Workdir(folder, held, metrics, saver, files)
         stack.pop_all()  # the run keeps its lock
-    if planned.step is None:
-        return train.FinishedRun(config, kept, terminal, training, evaluations, progress)
-    return train.ReadyRun(
-        config,
-        kept,
-        terminal,
-        training,
-        evaluations,
-        progress,
+    return loop.Run(
+        config=config,
+        workdir=kept,
+        console=terminal,
+        stream=training,
+        evaluations=evaluations,
         spec=spec,
         train_step=planned.step,
         not_finite=NotFinite(config.train, folder, begin.step, num_not_finite),
+        step=begin.step,
+        state=state,
+        interval=Interval(interval),
+        end=end,
     )
 
 

@@ -40,9 +40,9 @@ import turns
 from absl import app, flags
 
 import checkpoint
+import loop
 import prepare
 import state_names
-import train
 from configs import tiny
 from sources import cmudict
 
@@ -197,9 +197,9 @@ def read_losses(workdir: Path) -> Losses:
     return Losses(losses, validation_loss, checksums)
 
 
-def write_perturbed(run: train.Run, folder: Path) -> None:
+def write_perturbed(run: loop.Run, folder: Path) -> None:
     """Write the initial state of a run, with parameters that are a little larger or smaller, to `folder`/perturbed."""
-    state = run.progress.state
+    state = run.state
     rng = np.random.default_rng(0)
     params = {}
     for path, x in state.params.items():
@@ -209,9 +209,9 @@ def write_perturbed(run: train.Run, folder: Path) -> None:
     checkpoint.save(folder / 'perturbed', 0, tree, run.workdir.files)
 
 
-def run_t5x(run: train.Run, folder: Path) -> Losses:
+def run_t5x(run: loop.Run, folder: Path) -> Losses:
     """Run T5X from the initial parameters of a run of ours, on its batches."""
-    arrays = {f'params/{path}': np.asarray(x) for path, x in run.progress.state.params.items()}
+    arrays = {f'params/{path}': np.asarray(x) for path, x in run.state.params.items()}
     (validation,) = run.evaluations
     assert validation.read_batches(lambda count: 0)
     batches = {

@@ -27,17 +27,17 @@ flags.DEFINE_integer('rounds', 3, 'How often each start is measured.', lower_bou
 
 DTYPES = ('float32', 'bfloat16')
 ROOT = Path(__file__).resolve().parents[1]
-IMPORT = 'import time; began = time.time(); import train, prepare; print(time.time() - began)'
+IMPORT = 'import time; began = time.time(); import loop, prepare; print(time.time() - began)'
 # Run main.py up to its first step.
 START = """
 import os, sys, time
-import main, train
+import main, loop
 
 def end(*_):
     print(time.time(), flush=True)
     os._exit(0)
 
-train.Progress.take_step = end
+loop.Run.take_step = end
 sys.exit(main.main(sys.argv))
 """
 FLAGS_OF_START = [

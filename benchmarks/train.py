@@ -201,7 +201,7 @@ def write_vocabulary(job: Job) -> None:
 
 
 def measure_ours(job: Job) -> Measurement:
-    """Measure what train.take_steps does between two lines of metrics."""
+    """Measure what loop.take_steps does between two lines of metrics."""
     jax.config.update('jax_platforms', 'cuda' if job.device == 'gpu' else 'cpu')
     compilation_cache.use()
     config = config_of(job)

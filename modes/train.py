@@ -12,6 +12,7 @@ import jax
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
 
+import loop
 import paths
 import train
 from configs.base import INT32_MAX
@@ -20,6 +21,7 @@ from modes import command_line, process
 from modes.of_checkpoint import with_restored_sizes
 from prepare import prepare
 from run.console import Console
+from run.interval import Metrics
 
 FOLDER = 'profile'  # in the workdir
 
@@ -53,13 +55,12 @@ def parse(text: str, workdir: str) -> range:
     return steps
 
 
-def train_traced(
-    run: train.ReadyRun | train.FinishedRun, steps: range, stop: Callable[[], int]
-) -> int:
-    """Train as train.train does. The first process traces `steps`, those that the run takes."""
-    if isinstance(run, train.FinishedRun) or not steps or jax.process_index() > 0:
-        return train.train(run, stop)
-    first = run.progress.step + 1
+def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
+    """Train as loop.train does. The first process traces `steps`, those that the run takes."""
+    if run.train_step is None or not steps or jax.process_index() > 0:
+        return loop.train(run, stop)
+    compiled_step = run.train_step
+    first = run.step + 1
     last = run.config.train.steps
     taken = range(max(steps[0], first), min(steps[-1], last) + 1)
     if len(taken) < len(steps):
@@ -67,20 +68,20 @@ def train_traced(
             f'--profile={steps[0]}:{steps[-1]}: this run takes the steps {first:,} to {last:,}.'
         )
     if not taken:
-        return train.train(run, stop)
+        return loop.train(run, stop)
     folder = run.workdir.path / FOLDER
     numbers = itertools.count(first)
 
     def train_step(
         state: train.TrainState, batch: Mapping[str, jax.Array]
-    ) -> tuple[train.TrainState, train.Metrics]:
+    ) -> tuple[train.TrainState, Metrics]:
         step = next(numbers)
         if step == taken[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(folder, create_perfetto_trace=True)
             at_end.callback(write)
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
-            results = run.train_step(state, batch)
+            results = compiled_step(state, batch)
         if step == taken[-1]:
             jax.block_until_ready(results)
             at_end.close()
@@ -95,4 +96,4 @@ def train_traced(
         run.console.line(f'The trace is in {folder}.')
 
     with contextlib.ExitStack() as at_end:  # also where the run ends before the last of `steps`
-        return train.train(dataclasses.replace(run, train_step=train_step), stop)
+        return loop.train(dataclasses.replace(run, train_step=train_step), stop)

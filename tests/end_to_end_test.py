@@ -14,10 +14,10 @@ from runs import OPTIMIZED, ROOT, Program, assert_same_run, metrics_of, run, sma
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import checkpoint
+import loop
 import sources.pydoc
 import tasks
 import tasks.open
-import train
 import vocabulary as vocabularies
 from configs import tiny
 from messages import LossNotFinite, Refused
@@ -45,19 +45,17 @@ def test_the_same_seed_twice_gives_the_same_bits(corpus, uninterrupted, tmp_path
     assert first_batch_crc(config, uninterrupted) != expected
 
 
-def test_a_continued_run_is_the_uninterrupted_run(corpus, uninterrupted, tmp_path, monkeypatch):
+def test_a_continued_run_is_the_uninterrupted_run(corpus, uninterrupted, tmp_path):
     """Stopped right after it saved step 3, and continued to 6."""
     config = small_config(corpus)
     stopped = prepare(config, tmp_path)
-    save = train.save
 
-    def save_and_stop(*arguments):
-        save(*arguments)
+    def stop(run):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(train, 'save', save_and_stop)
-        train.train(stopped)
+    stopped.hooks.append(loop.Hook(name='stop', is_due=lambda run: run.step == 3, call=stop))
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(stopped)
     assert checkpoint.steps(tmp_path) == [3]
     run(config, tmp_path)
     assert_same_run(tmp_path, uninterrupted, 6)
@@ -117,7 +115,7 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
 
     stopped = prepare(config, tmp_path / 'stopped')
     steps = iter([0, 0, 2])
-    assert train.train(stopped, stop=lambda: next(steps)) == 2
+    assert loop.train(stopped, stop=lambda: next(steps)) == 2
     run(config, tmp_path / 'stopped')
     assert_same_run(tmp_path / 'stopped', tmp_path / 'run', last)
     capsys.readouterr()

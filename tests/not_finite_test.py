@@ -15,6 +15,7 @@ import pytest
 from runs import ROOT, assert_same_run, run, small_config, state_of, stop_after
 
 import checkpoint
+import loop
 import partition
 import state_names
 import train
@@ -194,7 +195,7 @@ def test_stop_and_then_skip(tmp_path, capsys):
             after = jax.device_put(after, partition.shardings(spec.mesh, spec.state_specs))
         return after, metrics
 
-    train.train(dataclasses.replace(prepared, train_step=step))
+    loop.train(dataclasses.replace(prepared, train_step=step))
     assert_same_run(tmp_path / 'run', tmp_path / 'expected', STEPS)
 
 

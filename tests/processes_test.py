@@ -29,9 +29,9 @@ from runs import (
 import checkpoint
 import data
 import infer
+import loop
 import partition
 import state_names
-import train
 from messages import Refused
 from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
@@ -212,7 +212,7 @@ jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 jax.distributed.initialize(
     address, 2, process, initialization_timeout=300, heartbeat_timeout_seconds=20
 )
-import checkpoint, data, own_task, processes_test, runs, train
+import checkpoint, data, loop, own_task, processes_test, runs
 from run import workdir
 
 def fill_disk(*_):
@@ -225,7 +225,7 @@ if os.environ['FAIL'] == 'last save of the first' and process == 0:
 if os.environ['FAIL'] == 'metric of one' and process == 1:
     os.environ['FAIL'] = 'metric'
 if os.environ['FAIL'] == 'save' and process == 1:
-    train.save = own_task.fail
+    loop.save = own_task.fail
 data.TextToText.records_per_group = 4
 config = own_task.config(folder)
 config.update_from_flattened_dict(processes_test.MESH)
@@ -375,14 +375,14 @@ def test_a_run_goes_on_after_one_of_two_processes_is_lost(
 
 
 SLOW_STEPS = """
-import time, train
-log = train.log
+import time, loop
+log = loop.log
 
 def log_slowly(*arguments):
     time.sleep(3)
     log(*arguments)
 
-train.log = log_slowly
+loop.log = log_slowly
 """
 
 
@@ -446,12 +446,12 @@ import jax, numpy as np
 address, process, folder = sys.argv[3], int(sys.argv[4]), pathlib.Path(sys.argv[5])
 num_processes, data_axis, model_axis, steps = json.loads(sys.argv[7])
 jax.distributed.initialize(address, num_processes, process, initialization_timeout=300)
-import optimizer, processes_test, train
+import loop, optimizer, processes_test
 from prepare import prepare
 config = processes_test.elastic_config(sys.argv[6], data_axis, model_axis, steps)
 run = prepare(config, folder)
 processes_test.assert_restored(run)
-train.train(run)
+loop.train(run)
 """
 
 
@@ -464,10 +464,10 @@ def elastic_config(corpus, data_axis, model_axis, steps):
 
 def assert_restored(run):
     """Assert that this process's part of the state is that of the checkpoint, bit for bit."""
-    if run.progress.step == 0:
+    if run.step == 0:
         return
-    saved = checkpoint.restore(run.workdir.path / f'checkpoint_{run.progress.step}')
-    tree = state_names.to_t5x(*run.progress.state)
+    saved = checkpoint.restore(run.workdir.path / f'checkpoint_{run.step}')
+    tree = state_names.to_t5x(*run.state)
     assert tree.keys() == saved.keys()
     for path, array in tree.items():
         whole = np.asarray(saved[path])
@@ -493,9 +493,9 @@ def test_a_run_goes_on_with_other_numbers_of_processes(corpus, tmp_path):
             statuses=(0,) * num_processes,
         )
     last = prepare(elastic_config(corpus, data_axis=2, model_axis=2, steps=6), folder)
-    assert last.progress.step == 4
+    assert last.step == 4
     assert_restored(last)
-    train.train(last)
+    loop.train(last)
     alone = run(elastic_config(corpus, data_axis=1, model_axis=1, steps=6), tmp_path / 'alone')
     assert_close_runs(folder, alone, 6)
     for step in (2, 4):

@@ -17,8 +17,8 @@ from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config,
 
 import checkpoint
 import data
+import loop
 import sources.open
-import train
 import validation
 from messages import Refused
 from prepare import prepare
@@ -132,7 +132,7 @@ def test_settings_that_are_damaged_while_a_run_trains(corpus, tmp_path):
     file = tmp_path / 'run/config.json'
     content = file.read_bytes()
     file.write_bytes(content[:100])
-    train.train(prepared)
+    loop.train(prepared)
     kept = tmp_path / 'run/checkpoint_3/config.json'
     assert kept.read_bytes() == content
     shutil.copy(kept, file)
@@ -204,7 +204,7 @@ def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, mon
 
     monkeypatch.setattr(checkpoint, '_write_array', full)
     with pytest.raises(OSError):
-        train.train(dataclasses.replace(prepared, train_step=step))
+        loop.train(dataclasses.replace(prepared, train_step=step))
     assert len(taken) < 50 and not checkpoint.steps(tmp_path)
 
 
@@ -344,7 +344,7 @@ def test_an_error_in_an_evaluation_loses_no_step(place, tmp_path, monkeypatch, c
             patch.setattr(results.Results, 'write', own_task.fail)
         patch.setenv('FAIL', place)
         with pytest.raises((ZeroDivisionError, KeyError)):
-            train.train(prepared)
+            loop.train(prepared)
     assert checkpoint.steps(tmp_path / 'run') == [4]
     assert 'Step 4 is saved before the error' in capsys.readouterr().out
     run(config, tmp_path / 'run')
@@ -392,7 +392,7 @@ def test_both_errors_are_told_where_the_disk_is_full_too(tmp_path, monkeypatch):
     monkeypatch.setenv('FAIL', 'metric')
     monkeypatch.setattr(checkpoint, '_write_array', full)
     with pytest.raises(ZeroDivisionError) as failed:
-        train.train(prepared)
+        loop.train(prepared)
     assert 'Step 4 ' in failed.value.__notes__[-1]
     assert not checkpoint.steps(tmp_path / 'run')
 
@@ -422,9 +422,9 @@ def test_a_state_that_is_not_whole_is_not_saved(place, tmp_path, monkeypatch):
         if next(waits) == 4:
             raise RuntimeError('a fault of the host')
 
-    monkeypatch.setattr(train.Interval, 'wait', wait)
+    monkeypatch.setattr(loop.Interval, 'wait', wait)
     with pytest.raises(RuntimeError):
-        train.train(dataclasses.replace(prepared, train_step=step))
+        loop.train(dataclasses.replace(prepared, train_step=step))
     assert not checkpoint.steps(tmp_path / 'run')
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import checkpoint
-import train
+import loop
 from configs import base
 from prepare import prepare
 
@@ -69,14 +69,14 @@ def small_config(corpus, steps=6, data_axis=1, model_axis=1):
 
 def run(config, workdir):
     """Train in `workdir`. Return it."""
-    train.train(prepare(config, workdir))
+    loop.train(prepare(config, workdir))
     return workdir
 
 
 def stop_after(num_steps, config, workdir):
     """Take some steps, and be stopped by a signal."""
     counts = iter(range(1, num_steps + 1))
-    train.train(prepare(config, workdir), lambda: 2 * (next(counts) == num_steps))
+    loop.train(prepare(config, workdir), lambda: 2 * (next(counts) == num_steps))
 
 
 def metrics_of(workdir):

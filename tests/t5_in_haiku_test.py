@@ -68,16 +68,16 @@ import json, os, pathlib, sys
 
 if __name__ == '__main__':
     import own
-    from t5_in_haiku import infer, prepare, train
+    from t5_in_haiku import infer, loop, prepare
     from t5_in_haiku.configs import base
     config = base.get_config()
     config.update(json.loads(sys.argv[1]))
-    train.train(prepare.prepare(config, 'run'))
+    loop.train(prepare.prepare(config, 'run'))
     assert len(list(pathlib.Path().glob('process-*'))) == 3  # two are workers
     assert len(infer.load('run').generate(['one two'], max_length=4)) == 1
     own.check()
     os.environ['FAILS'] = 'yes'
-    train.train(prepare.prepare(config, 'other'))
+    loop.train(prepare.prepare(config, 'other'))
 """
 
 

@@ -12,10 +12,10 @@ from corpora import HUNT, make_config
 from runs import small_config
 
 import data
+import loop
 import loss
 import partition
 import tasks.open
-import train
 from formats.vocabulary import named_vocabulary
 from messages import Refused
 from prepare import prepare
@@ -169,7 +169,7 @@ def test_training_with_weights(tmp_path):
         ('zeros', [x | {'w': int(i % 2)} for i, x in enumerate(words)], '{w}'),
     ]:
         config = weighted_run(tmp_path, name, records, weight)
-        train.train(prepare(config, tmp_path / name))
+        loop.train(prepare(config, tmp_path / name))
         file = tmp_path / name / 'metrics.jsonl'
         lines[name] = [json.loads(line) for line in file.read_text().splitlines()]
     for plain, halves, zeros in zip(*lines.values(), strict=True):

@@ -11,7 +11,7 @@ from permissions import full_disk
 from runs import assert_same_run, run, small_config
 
 import checkpoint
-import train
+import loop
 from modes import errors
 from prepare import prepare
 from run import verify
@@ -20,7 +20,7 @@ from run import verify
 def run_until(number, event, config, workdir):
     """Train, with an event before a step."""
     prepared = prepare(config, workdir)
-    first_step = prepared.progress.step
+    first_step = prepared.step
 
     def step(state, batch):
         nonlocal first_step
@@ -29,7 +29,7 @@ def run_until(number, event, config, workdir):
             event()
         return prepared.train_step(state, batch)
 
-    train.train(dataclasses.replace(prepared, train_step=step))
+    loop.train(dataclasses.replace(prepared, train_step=step))
 
 
 def test_a_disk_is_full_from_a_step_on(corpus, uninterrupted, tmp_path):

@@ -14,8 +14,8 @@ from small_models import assert_refused
 
 import checkpoint
 import infer
+import loop
 import optimizer
-import train
 from configs import base
 from formats import best
 from modes import convert
@@ -277,7 +277,7 @@ def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
     [evaluation] = prepared.evaluations
     assert evaluation(average, last, lambda count: 0)['loss'] == losses_of(expected)[last]
     assert (
-        evaluation(prepared.progress.state.params, last, lambda count: 0)['loss']
+        evaluation(prepared.state.params, last, lambda count: 0)['loss']
         != losses_of(expected)[last]
     )
 
@@ -286,10 +286,10 @@ def test_what_is_used_of_a_run_is_the_average(corpus, expected, tmp_path):
     config.train.relative_steps = 1
     started = prepare(config, tmp_path / 'new')
     started.workdir.lock.close()
-    chex.assert_trees_all_equal(dict(started.progress.state.params), dict(average))
+    chex.assert_trees_all_equal(dict(started.state.params), dict(average))
     chex.assert_trees_all_equal(
-        optimizer.averaged({}, started.progress.state.opt_state),
-        dict(started.progress.state.params),
+        optimizer.averaged({}, started.state.opt_state),
+        dict(started.state.params),
     )
 
 
@@ -303,13 +303,13 @@ def test_the_average_is_split_like_its_parameter(corpus, expected, tmp_path, is_
         config.restore.path = str(expected)
         config.restore.only = 'target/.*'
     started = prepare(config, tmp_path)
-    params = started.progress.state.params
-    average = optimizer.averaged({}, started.progress.state.opt_state)
+    params = started.state.params
+    average = optimizer.averaged({}, started.state.opt_state)
     assert average.keys() == params.keys()
     for path, x in params.items():
         assert average[path].sharding == x.sharding, path
     initial = jax.tree.map(np.asarray, dict(params))
-    train.train(started)
+    loop.train(started)
     state = state_of(tmp_path, 1)
     for path, x in initial.items():
         mean = 0.5 * x + 0.5 * state[f'target/{path}']

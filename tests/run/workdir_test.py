@@ -14,6 +14,7 @@ from runs import Program, assert_same_run, metrics_of, run, small_config
 
 import checkpoint
 import infer
+import loop
 import paths
 import train
 from formats.best import read_metrics
@@ -180,10 +181,10 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
     first = prepare(config, finished)
     with pytest.raises(Refused, match=f'process {os.getpid()} '):
         prepare(config, finished)
-    train.train(first)
-    assert train.train(prepare(config, finished)) == 0
+    loop.train(first)
+    assert loop.train(prepare(config, finished)) == 0
     with pytest.raises(AssertionError):
-        train.train(first)
+        loop.train(first)
     for name in (None, '', 3):
         with pytest.raises(Refused, match=f'{name!r}'):
             prepare(config, name)
@@ -233,11 +234,11 @@ def test_a_signal_ends_an_evaluation_and_the_next_run_repeats_it(corpus, uninter
             is_evaluating = sys._getframe(2).f_code.co_name == '__call__'
             return signal.SIGTERM * (is_evaluating and len(metrics_of(folder)) == num_lines)
 
-        assert train.train(prepare(config, folder), stop) == signal.SIGTERM
+        assert loop.train(prepare(config, folder), stop) == signal.SIGTERM
         assert checkpoint.steps(folder) == steps
         assert len(metrics_of(folder)) == num_lines
         for _ in range(2):
-            train.train(prepare(config, folder))
+            loop.train(prepare(config, folder))
             assert_same_run(folder, uninterrupted, 6)
 
 
@@ -257,7 +258,7 @@ def test_an_interrupted_notebook_cell_saves(corpus, tmp_path):
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        assert train.train(prepared) == signal.SIGINT
+        assert loop.train(prepared) == signal.SIGINT
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,0 +1,352 @@
+"""The loop of a run: for each batch, step; then call each hook that is due.
+
+Source: T5X t5x/train.py.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+import checkpoint
+import optimizer
+import partition
+from run import console
+from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
+from run.console import Console
+from run.interval import Clock, Fault, Interval, Metrics, NotFinite, training_metrics
+from run.prefetch import PrefetchedBatch
+from run.workdir import Workdir, record_end
+from stream import Stream
+from train import StepSpec, TrainState, saved_tree
+
+
+def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
+    """Take the steps up to config.train.steps. Log, evaluate and save on the way.
+
+    When `stop` returns the number of a signal, save the step and return the number. Without `stop` (in a
+    notebook) an interrupt has this effect. Raises FloatingPointError, at most one logged interval later,
+    for a step that is not finite, as train.on_not_finite says; other errors, such as bad data or a full
+    disk, are raised after the steps before them are saved.
+    """
+    assert not run.workdir.lock.closed, 'this run has ended: prepare it again to continue'
+    with run.workdir.lock, contextlib.ExitStack() as stack:
+        if stop is None:
+            stop = stack.enter_context(remember_interrupt())
+        run.stop = StopRequest(stop)
+        try:
+            take_steps(run)
+            with run.console.working('Saving'):
+                partition.in_all(run.workdir.saver.wait)
+        except Exception as error:
+            save_before_error(run, error)
+            raise
+        except BaseException:  # a second interrupt
+            run.workdir.saver.wait()
+            raise
+        run.workdir.saver.prune()  # an evaluation may have come after the checkpoint
+        for line in last_lines(run):
+            run.console.line(line)
+    return run.stop.signal
+
+
+def take_steps(run: 'Run') -> None:
+    """For each batch, step; then call each hook that is due."""
+    if run.end is None:
+        with run.console.working('Making the first batch'):
+            may_end = run.config.train.epochs > 0
+            batches = Batches(run.stream, run.config.data.num_workers, may_end)
+        if batches.have_ended:
+            run.end = End.EPOCHS
+    if run.step in checkpoint.steps(run.workdir.path):  # a signal or a kill prevented evaluations
+        evaluate(run)
+        stop_early(run)
+    run.clock.restart()
+    while run.end is None and not run.stop.signal:
+        run.workdir.saver.check()
+        if run.workdir.lock.is_lost:
+            raise OSError(f'{run.workdir.path} is in use by another process: this run ends')
+        with run.clock.taking_step():
+            with run.clock.waiting_for_data():
+                batch = batches.next()
+            run.take_step(batch)
+            if batches.have_ended:
+                run.end = End.EPOCHS
+            run.is_shown = run.step == run.first_step + 1 or run.console.is_due()
+            # Queue at most one step ahead; none if steps take over a second: a stop waits for one step.
+            is_due = any(hook.is_due(run) for hook in run.hooks)
+            run.interval.wait(all_steps=is_due or run.clock.seconds_of_last_step > 1)
+        run.stop.agree(run.step)
+        for text in batch.faults:
+            run.console.line(f'Left out, {batch.num_faults:,} so far: {text}')
+        for hook in run.hooks:
+            if hook.is_due(run):
+                hook.call(run)
+    if run.end in (End.EPOCHS, End.EARLY_STOPPING):
+        record_end(run.workdir.path, run.step)
+
+
+class Hook(NamedTuple):
+    """A function that the loop calls after some of the steps."""
+
+    name: str
+    is_due: Callable[['Run'], bool]
+    call: Callable[['Run'], None]
+
+
+def default_hooks() -> list[Hook]:
+    """Return the hooks of a run, in the order in which they are called after a step.
+
+    Saving comes last: a run that resumes from the checkpoint has the log and the evaluations.
+    """
+    log_hook = Hook(
+        name='log',
+        is_due=lambda run: run.is_shown or run.is_multiple(run.config.log.every_steps),
+        call=log,
+    )
+    evaluate_hook = Hook(
+        name='evaluate',
+        is_due=lambda run: len(due_evaluations(run)) > 0,
+        call=evaluate,
+    )
+    stop_early_hook = Hook(name='stop early', is_due=evaluate_hook.is_due, call=stop_early)
+    save_hook = Hook(
+        name='save',
+        is_due=lambda run: run.stop.signal > 0 or run.is_multiple(run.config.save.every_steps),
+        call=save,
+    )
+    check_finite_hook = Hook(
+        name='check finite',
+        is_due=lambda run: any(x.is_due(run) for x in (log_hook, evaluate_hook, save_hook)),
+        call=check_finite,
+    )
+    return [check_finite_hook, log_hook, evaluate_hook, stop_early_hook, save_hook]
+
+
+class End(enum.Enum):
+    """Why a run takes no more steps."""
+
+    STEPS = 'train.steps'
+    EPOCHS = 'train.epochs'
+    EARLY_STOPPING = 'train.early_stopping'
+
+
+class Evaluation(Protocol):
+    """Numbers computed from the parameters every so many steps: validation losses, metrics of a task."""
+
+    @property
+    def name(self) -> str: ...  # names its lines in metrics.jsonl
+
+    @property
+    def every_steps(self) -> int: ...
+
+    def __call__(
+        self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
+    ) -> Mapping[str, float] | None:
+        """Report, and return {T5X's tag: value}; None if `stop`, called with the batches so far, ended it."""
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in its workdir, after `step` steps; `prepare.prepare` makes one."""
+
+    config: ConfigDict
+    workdir: Workdir
+    console: Console
+    stream: Stream
+    evaluations: Sequence[Evaluation]
+    spec: StepSpec
+    # (state, batch) -> (state, metrics); None if `end` is set
+    train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]] | None
+    not_finite: NotFinite
+    step: int  # steps taken
+    state: TrainState[jax.Array]
+    interval: Interval  # the steps since the last logged one
+    end: End | None = None  # why it takes no more steps
+    hooks: list[Hook] = dataclasses.field(default_factory=default_hooks)
+    stop: StopRequest = dataclasses.field(default_factory=lambda: StopRequest(lambda: 0))
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    batch: PrefetchedBatch | None = None  # the batch of the last step
+    is_shown: bool = False  # the terminal shows the last step
+
+    def __post_init__(self):
+        self.first_step = self.step
+
+    def is_multiple(self, every_steps: int) -> bool:
+        """Return whether something is due that is done every so many steps and after the last."""
+        return self.end is not None or self.step % every_steps == 0
+
+    def take_step(self, batch: PrefetchedBatch) -> None:
+        assert self.train_step is not None
+        on_devices = partition.place_rows(self.spec.mesh, batch.features)
+        self.state, metrics = self.train_step(self.state, on_devices)
+        self.step += 1
+        self.batch = batch
+        self.interval.add(metrics, batch.features, batch.before)
+        if self.step == self.config.train.steps:
+            self.end = End.STEPS
+
+
+# The hooks.
+
+
+def check_finite(run: Run) -> None:
+    """Raise LossNotFinite for a step that ends the run; report those that were skipped."""
+    fault = find_fault(run)
+    if fault is not None:
+        run.workdir.saver.wait()  # the error names the newest checkpoint
+        raise run.not_finite.error(fault)
+
+
+def find_fault(run: Run) -> Fault | None:
+    """Fetch the metrics of the steps so far, and return the first one that ends the run, if any."""
+    run.interval.fetch()
+    return run.not_finite.find(run.interval, run.step, run.stream, run.console.line)
+
+
+def log(run: Run) -> None:
+    """Write the metrics of the steps since the last logged one; only show them if they are not due."""
+    step = run.step
+    values = training_metrics(run.interval.metrics, run.config, run.clock)
+    text = console.progress_line(step, run.config.train, values)
+    if not run.is_multiple(run.config.log.every_steps):
+        run.console.live(text)
+        return
+    run.console.line(text)
+    run.interval = Interval()
+    assert run.batch is not None
+    counts = counts_of_all(run.stream, run.batch)
+    for task, (num_examples, num_trimmed) in counts.items():
+        values[f'data/{task}/examples'] = num_examples
+        values[f'data/{task}/trimmed'] = num_trimmed
+    run.workdir.metrics.write('train', step, values)
+    num_logged = step // run.config.log.every_steps
+    if num_logged.bit_count() == 1 or step == run.config.train.steps:  # 1, 2, 4, ...
+        for line in console.describe_trimming(counts):
+            run.console.line(line)
+    run.clock.restart()
+
+
+def due_evaluations(run: Run) -> list[Evaluation]:
+    return [x for x in run.evaluations if run.is_multiple(x.every_steps)]
+
+
+def evaluate(run: Run) -> None:
+    """Do the evaluations of this step that metrics.jsonl lacks, with the averaged parameters.
+
+    A signal ends them; a run that resumes from this step does the rest.
+    """
+    due = due_evaluations(run)
+    missing = run.workdir.metrics.missing([x.name for x in due], run.step)
+    params = optimizer.averaged(run.state.params, run.state.opt_state)
+    with run.clock.paused():
+        for evaluation in due:
+            if run.stop.signal:
+                return
+            if evaluation.name not in missing:
+                continue
+            with run.console.working(f'Evaluating {evaluation.name}, step {run.step:,}'):
+                values = evaluation(params, run.step, run.stop.agree)
+            if values is not None:
+                run.workdir.metrics.write(evaluation.name, run.step, values)
+
+
+def stop_early(run: Run) -> None:
+    """End the run, after all of its evaluations, if train.early_stopping says so."""
+    early_stopping = run.config.train.early_stopping
+    if not early_stopping or run.stop.signal:
+        return
+    ends = run.workdir.metrics.history(run.config.save).ends(early_stopping)
+    if partition.from_first_process(np.array(ends)):
+        run.end = End.EARLY_STOPPING
+        evaluate(run)
+
+
+def save(run: Run) -> None:
+    """Save a checkpoint of this step, with the files that a run needs to continue."""
+    batch = run.batch
+    assert batch is not None
+    with run.clock.paused():
+        rows = np.zeros((run.config.train.batch_size, *batch.after.shape[1:]), np.int64)
+        rows[run.stream.rows] = batch.after
+        position_file = io.BytesIO()
+        np.save(position_file, partition.from_processes(rows).max(axis=0))
+        files = {
+            **run.workdir.files,
+            'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
+            'data_files.json': json.dumps([x._asdict() for x in run.stream.mixture.files]).encode(),
+            'data_position.npy': position_file.getvalue(),
+            'interval.json': json.dumps(run.interval.metrics).encode(),
+            'not_finite.json': json.dumps(run.not_finite.count).encode(),
+        }
+        run.workdir.saver.save(run.step, saved_tree(run.spec, run.state), files)
+
+
+# The end of a run.
+
+
+def last_lines(run: Run) -> list[str]:
+    """Return what a run says at its end: why it ended, its best step, and what to try next."""
+    if run.stop.signal:
+        return [
+            f'Stopped after step {run.step:,}, which is saved: the same command continues from there.'
+        ]
+    lines = []
+    took_steps = run.step > run.first_step
+    if run.end == End.EARLY_STOPPING:
+        lines.append(console.stopped_early(run.step, run.config))
+    elif run.end == End.EPOCHS and not took_steps:
+        epochs = run.config.train.epochs
+        lines.append(
+            f'train.epochs={epochs} are over after step {run.step:,}: this run is finished.'
+        )
+    elif not took_steps:
+        num_steps = run.config.train.steps
+        lines.append(f'Already at step {run.step:,} of {num_steps:,}: nothing to do.')
+    lines += console.ending(
+        run.workdir.path,
+        run.config.train,
+        run.stream.mixture,
+        run.step,
+        run.workdir.metrics.history(run.config.save),
+        checkpoint.steps(run.workdir.path),
+    )
+    return lines
+
+
+def save_before_error(run: Run, error: Exception) -> None:
+    """Save the last step before `error`, unless it is saved or its state is not valid.
+
+    All processes save the same step, or none. If saving fails, a note of `error` says why.
+    """
+    if run.train_step is None:  # finished before
+        return
+    try:
+        with run.console.working('Saving'):
+            run.workdir.saver.wait()
+            own_step = -1
+            # The failed step may have consumed its donated buffers.
+            is_there = not any(x.is_deleted() for x in jax.tree.leaves(run.state))
+            is_saved = run.step in checkpoint.steps(run.workdir.path)
+            is_new = run.batch is not None and not is_saved
+            if is_there and is_new and not run.workdir.lock.is_lost and find_fault(run) is None:
+                own_step = run.step
+            # Wait until every process is here: the others fail at their next agreement.
+            while not partition.from_processes(np.array([True])).all():
+                pass
+            steps = partition.from_processes(np.array([own_step]))
+            if own_step < 0 or (steps != own_step).any():
+                return
+            save(run)
+            run.workdir.saver.wait()
+    except Exception as second:
+        error.add_note(f'Step {run.step:,} could not be saved, too: {second}')
+        return
+    run.console.line(f'Step {run.step:,} is saved before the error: a run resumes from there.')
