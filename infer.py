@@ -621,8 +621,9 @@ def words_of(
         is_list = isinstance(ids, tuple | list) and all(isinstance(i, int) for i in ids)
         if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
             raise Refused(f'{name}={text!r}: must be text or ids, 1 to {vocab_size - 1}')
-        if isinstance(text, str) and UNK_ID in ids and not may_be_unknown:
-            lacking = [x for x in dict.fromkeys(text) if UNK_ID in _encode(vocabulary, [x])[0]]
+        unk_id = UNK_ID if vocabulary is None else vocabulary.unk_id
+        if isinstance(text, str) and unk_id in ids and not may_be_unknown:
+            lacking = [x for x in dict.fromkeys(text) if unk_id in _encode(vocabulary, [x])[0]]
             raise Refused(f'{name}={text!r}: the vocabulary lacks {lacking}: use another text')
         return [*ids]
 

@@ -32,9 +32,11 @@ class Vocabulary(abc.ABC):
     size: int
     pieces: list[str]  # by id
     num_extra_ids: int
+    added_tokens: dict[str, int]  # of transformers and data.added_tokens; bytes have none
+    unk_id = UNK_ID
     sentinel_ids: NDArray  # int32: the id of <extra_id_N> at N
-    model = b''  # SentencePiece's, as it was found or trained
-    num_threads = -1  # for SentencePiece's encoding; -1: all cores
+    model = b''  # its file as a run keeps it: SentencePiece's, or a tokenizer.json
+    num_threads = -1  # for encoding; -1: all cores
 
     @property
     def num_sentinels(self) -> int:
@@ -94,8 +96,6 @@ class SentencePieceVocabulary(Vocabulary):
     transformers. The model's `added_settings` list them: pieces, or tokens that follow all pieces.
     """
 
-    before_added = '▁'  # precedes an added token in a text
-
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
         settings.check_value('data.extra_ids', extra_ids)
         try:
@@ -116,11 +116,11 @@ class SentencePieceVocabulary(Vocabulary):
                 # SentencePiece never cuts a text across a piece of this type.
                 proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
                 pieces.append(added)
-        self.added_tokens: dict[str, int] = {}
+        self.added_tokens = {}
         for token in added_settings(model).get('added_tokens', []):
             self.added_tokens[token['content']] = token['id']
             if token['id'] == len(pieces):
-                name = f'{self.before_added}{token["content"]}'
+                name = f'▁{token["content"]}'
                 name = token['content'] if name in pieces else name
                 # SentencePiece itself never finds a piece of this type.
                 proto.pieces.add(piece=name, type=proto.SentencePiece.UNUSED)

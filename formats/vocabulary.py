@@ -16,7 +16,7 @@ from sentencepiece import sentencepiece_model_pb2
 import paths
 from configs import check as settings
 from formats import default_ids, tokenizer_json
-from formats.tokenizer_json import TokenizerVocabulary
+from formats.tokenizer_json import T5_TOKENIZER, TokenizerVocabulary
 from messages import Refused, first_ten, named
 from paths import AnyPath
 from vocabulary import (
@@ -119,15 +119,33 @@ def folders_of(folder: AnyPath) -> list[AnyPath]:
     return [folder]
 
 
-def of_model(model: bytes, extra_ids: int) -> SentencePieceVocabulary:
-    """Return the vocabulary of a SentencePiece model, or of one that was made of a tokenizer.json."""
+def kept_files(vocabulary: Vocabulary | None) -> dict[str, bytes]:
+    """Return the file of a vocabulary in a run, {name: content}; {} for bytes."""
+    if vocabulary is None or not vocabulary.model:
+        return {}
+    name = 'tokenizer.json' if vocabulary.model.startswith(b'{') else 'vocabulary.model'
+    return {name: vocabulary.model}
+
+
+def kept_file(folder: AnyPath) -> AnyPath | None:
+    """Return the file that `kept_files` names in the folder of a run or checkpoint, else None."""
+    for name in ('vocabulary.model', 'tokenizer.json'):
+        if paths.is_file(folder / name):
+            return folder / name
+    return None
+
+
+def of_model(model: bytes, extra_ids: int) -> Vocabulary:
+    """Return the vocabulary of `Vocabulary.model`."""
+    if model.startswith(b'{'):
+        return TokenizerVocabulary(json.loads(model))
     with contextlib.suppress(DecodeError):  # SentencePiece refuses a damaged one with a message
         if 'model' in added_settings(model):
-            return TokenizerVocabulary(model)
+            return tokenizer_json.of_former_run(model)
     return SentencePieceVocabulary(model, extra_ids)
 
 
-def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
+def read_model(file: AnyPath, extra_ids: int, remedy: str) -> Vocabulary:
     """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`.
 
     Tokens that transformers has added to a folder, and whose ids it lists, are in it.
@@ -142,7 +160,7 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocab
         missing, _ = listed_tokens(file.parent, found)
         ids = [i for _, i in missing]
         if ids and ids == list(range(found.size, found.size + len(ids))):
-            found = of_model(with_added_tokens(content, missing), extra_ids)
+            found = with_added_tokens(found, missing, extra_ids)
         return found
     except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
         raise Refused(f'{file}: {error}: {remedy}') from error
@@ -210,7 +228,7 @@ def listed_tokens(
             raise Refused(f'{file} lists no tokens ({error!r}): copy it again') from error
     sentinel_ids: dict[str, int] = {}
     ids = {piece: i for i, piece in enumerate(pieces)}
-    if isinstance(vocabulary, SentencePieceVocabulary):
+    if vocabulary is not None and vocabulary.model:
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
         tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
         ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
@@ -230,15 +248,19 @@ def listed_tokens(
     return sorted(missing.items(), key=lambda token: (token[1] or 0, token[0])), files
 
 
-def with_added_tokens(model: bytes, tokens: Sequence[tuple[str, int | None]]) -> bytes:
-    """Return a SentencePiece model with tokens at their ids, which are pieces of it or follow them."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-    content = added_settings(model)
+def with_added_tokens(
+    vocabulary: Vocabulary, tokens: Sequence[tuple[str, int | None]], extra_ids: int
+) -> Vocabulary:
+    """Return a vocabulary with tokens at their ids, which are pieces of it or follow them."""
+    if isinstance(vocabulary, TokenizerVocabulary):
+        return vocabulary.with_tokens(tokens)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
+    content = added_settings(vocabulary.model)
     added = content.get('added_tokens', [])
     added += [{'id': i, 'content': name} for name, i in tokens]
     content['added_tokens'] = sorted(added, key=lambda token: token['id'])
     proto.normalizer_spec.normalization_rule_tsv = json.dumps(content)
-    return proto.SerializeToString()
+    return of_model(proto.SerializeToString(), extra_ids)
 
 
 def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
@@ -262,7 +284,7 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
                 tokens.append((line.rstrip(), f'data.added_tokens, line {number} of {entry},'))
     if not tokens:
         return vocabulary
-    if not isinstance(vocabulary, SentencePieceVocabulary):
+    if not vocabulary.model:
         raise Refused(f'data.added_tokens={tuple(entries)} with bytes: name a SentencePiece model')
     ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
     next_id = vocabulary.size
@@ -276,24 +298,25 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
             next_id += token not in ids
     if not added:
         return vocabulary
-    model = with_added_tokens(vocabulary.model, list(added.items()))
-    return of_model(model, vocabulary.num_extra_ids)
+    return with_added_tokens(vocabulary, list(added.items()), vocabulary.num_extra_ids)
 
 
 def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
     """Return the files of a vocabulary, {name: content}, with which transformers gives its ids."""
-    if not isinstance(vocabulary, SentencePieceVocabulary):
+    if vocabulary is None or not vocabulary.model:
         return {}
-    config: dict = {'tokenizer_class': 'T5Tokenizer'}
-    for i, name in ((PAD_ID, 'pad_token'), (EOS_ID, 'eos_token'), (UNK_ID, 'unk_token')):
-        config[name] = vocabulary.pieces[i]
+    config: dict = {'tokenizer_class': T5_TOKENIZER}
+    ids = (PAD_ID, EOS_ID, vocabulary.unk_id)
+    for name, i in zip(('pad_token', 'eos_token', 'unk_token'), ids, strict=True):
+        if i >= 0:
+            config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
-        config['tokenizer_class'] = (
-            vocabulary.content['tokenizer_class'] or 'PreTrainedTokenizerFast'
-        )
+        content = json.loads(vocabulary.content)
+        if content | tokenizer_json.t5_steps(content) != content:
+            config['tokenizer_class'] = 'PreTrainedTokenizerFast'
         names = [f'<extra_id_{i}>' for i in range(vocabulary.num_sentinels)]
         config['extra_ids'] = len(vocabulary.added_tokens.keys() & names)
-        files = {'tokenizer.json': tokenizer_json.written(vocabulary)}
+        files = {'tokenizer.json': vocabulary.content.encode()}
     else:
         proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
         has_own_sentinels = len(sentinel_ids_of([piece.piece for piece in proto.pieces])) > 0

@@ -48,7 +48,7 @@ from tasks.denoising import (
     random_prefix_noise_mask,
     without_spans_after,
 )
-from vocabulary import UNK_ID, Vocabulary
+from vocabulary import Vocabulary
 
 # Noise that falls on each token alone, at data.noise_density.
 
@@ -368,7 +368,7 @@ class Ul2(Denoising):
         longest_targets = 0
         for denoiser in DENOISERS:
             [mode] = vocabulary.encode_as_arrays([denoiser.mode])
-            if UNK_ID in mode:
+            if vocabulary.unk_id in mode:
                 raise Refused(f'data.vocabulary has not all characters of {denoiser.mode!r}')
             least = len(mode) + MIN_LENGTH  # a token, a sentinel and EOS
             if self.lengths.inputs < least:
