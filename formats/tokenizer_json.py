@@ -125,7 +125,10 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
         return vocabulary
     except Refused:
         raise
-    except Exception as error:  # tokenizers has no class of its own
+    except BaseException as error:
+        # The library's errors are plain Exceptions, but for a damaged charsmap: Rust's panic is none.
+        if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
+            raise
         raise Refused(f'no tokenizer.json of transformers ({error!r})') from error
 
 

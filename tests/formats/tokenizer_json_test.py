@@ -250,6 +250,7 @@ OTHERS = [
     {'model': {'type': 'Unigram', 'unk_id': 2}},
     {'model': None},
     {'pre_tokenizer': {'type': 'None'}},
+    {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'YWJj'}},
     token('<sep>', 10**6),
     token('<sep>', 30),
     token('<extra_id_1>', None),
