@@ -7,20 +7,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from messages import Refused
 from paths import AnyPath
-from vocabulary import (
-    EOS_ID,
-    PAD_ID,
-    UNK_ID,
-    Vocabulary,
-    added_settings,
-    before_eos,
-    sentinel_ids_of,
-)
+from vocabulary import PAD_ID, Vocabulary, sentinel_ids_of
 
 UNKNOWN = '▁⁇ '  # SentencePiece decodes unknown tokens as ' ⁇ '
 # The class that makes its own steps of a file, but for the charsmap, and the models that have it by default.
@@ -33,8 +24,8 @@ T5_PRE_TOKENIZER = {
         {'type': 'Metaspace', 'replacement': '▁', 'prepend_scheme': 'always', 'split': True},
     ],
 }
-# Names that other tokenizers have at T5's ids of padding and EOS.
-NEITHER_PAD_NOR_EOS = ('<s>', '<bos>', '<unk>')
+# The one with the lowest id is EOS, unless tokenizer_config.json names another.
+EOS_NAMES = ('</s>', '<eos>')
 NOT_IN_A_TEXT = '\U0010ffff'  # no character
 # Each token of transformers has these; False unless stored.
 TOKEN_FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
@@ -46,21 +37,31 @@ class TokenizerVocabulary(Vocabulary):
     def __init__(self, content: Mapping):
         self.content = json.dumps(content, ensure_ascii=False)
         self.model = self.content.encode()
-        # As for SentencePiece, the names of padding, EOS and unknown in a text are plain characters: they are neither
-        # tokens that are cut out nor pieces that Unigram finds.
         model = dict(content['model'])
         if model['type'] == 'Unigram':
+            ids = {piece: i for i, (piece, _) in enumerate(model['vocab'])}
             self.unk_id = model['unk_id']
+        else:
+            ids = dict(model['vocab'])
+            self.unk_id = ids.get(model.get('unk_token') or '<unk>', -1)
+        for token in content['added_tokens']:
+            ids[token['content']] = token['id']
+        names: tuple[str, ...] = EOS_NAMES
+        if 'eos_token' in content:
+            names = (content['eos_token'],)
+        self.eos_id = min((ids[name] for name in names if name in ids), default=-1)
+        # As for SentencePiece, the names of padding, EOS and unknown in a text are plain characters: they are neither
+        # tokens that are cut out nor pieces that Unigram finds.
+        special = {PAD_ID, self.eos_id, self.unk_id}
+        if model['type'] == 'Unigram':
             model['vocab'] = [*model['vocab']]
-            for i in (PAD_ID, EOS_ID, self.unk_id):
+            for i in special:
                 piece, score = model['vocab'][i]
                 model['vocab'][i] = [piece + NOT_IN_A_TEXT, score]
-        else:
-            self.unk_id = model['vocab'].get(model.get('unk_token'), -1)
-        special = (PAD_ID, EOS_ID, self.unk_id)
         tokens = [token for token in content['added_tokens'] if token['id'] not in special]
         used = {**content, 'model': model, 'added_tokens': tokens}
         used |= {'post_processor': None, 'truncation': None, 'padding': None}
+        used.pop('eos_token', None)  # ours
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(used, ensure_ascii=False))
         if tokenizer.decoder is None:
             tokenizer.decoder = tokenizers.decoders.Metaspace()
@@ -89,7 +90,7 @@ class TokenizerVocabulary(Vocabulary):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        tokens = [self._texts[min(i, self.size)] for i in before_eos(ids) if i != PAD_ID]
+        tokens = [self._texts[min(i, self.size)] for i in self.before_eos(ids) if i != PAD_ID]
         return self._tokenizer.decoder.decode(tokens)
 
     def with_tokens(self, tokens: Iterable[tuple[str, int | None]]) -> 'TokenizerVocabulary':
@@ -115,13 +116,17 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
             content |= t5_steps(content)
             content['model']['byte_fallback'] = False
         vocabulary = TokenizerVocabulary(content)
-        for name, i in (('pad_token', PAD_ID), ('eos_token', EOS_ID)):
-            piece = vocabulary.pieces[i]
-            token = beside.get(name) or piece
-            if isinstance(token, dict):
-                token = token['content']
-            if token != piece or piece in NEITHER_PAD_NOR_EOS:
-                raise Refused(f'id {i} is {piece!r}: must be the {name}')
+        eos = beside.get('eos_token')
+        if isinstance(eos, dict):
+            eos = eos['content']
+        if eos and eos != vocabulary.pieces[vocabulary.eos_id]:
+            vocabulary = TokenizerVocabulary(content | {'eos_token': eos})
+        special = [token['id'] for token in content['added_tokens'] if token['special']]
+        if PAD_ID not in special or vocabulary.eos_id <= PAD_ID:
+            name = vocabulary.pieces[PAD_ID]
+            raise Refused(
+                f'id 0 is {name!r}, eos_token {eos}: must be a special token, which pads, and a later one'
+            )
         return vocabulary
     except Refused:
         raise
@@ -143,20 +148,3 @@ def t5_steps(content: Mapping) -> dict[str, Any]:
         'normalizer': {'type': 'Sequence', 'normalizers': charsmaps},
         'pre_tokenizer': T5_PRE_TOKENIZER,
     }
-
-
-def of_former_run(model: bytes) -> TokenizerVocabulary:
-    """Return the vocabulary that version 0.2 kept as a SentencePiece model with the rest of a tokenizer.json."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-    content = added_settings(model)
-    del content['tokenizer_class']
-    content['model']['vocab'] = [[piece.piece, piece.score] for piece in proto.pieces]
-    tokens = content['added_tokens']
-    content['added_tokens'] = []
-    for i in (PAD_ID, EOS_ID, UNK_ID):
-        token = {'id': i, 'content': proto.pieces[i].piece, 'special': True}
-        content['added_tokens'].append(TOKEN_FLAGS | token)
-    content['added_tokens'] += [TOKEN_FLAGS | token for token in tokens]
-    vocabulary = TokenizerVocabulary(content)
-    vocabulary.model = model  # its hash is in the run's config.json
-    return vocabulary

@@ -3,19 +3,18 @@
 `vocabulary.py` says what a vocabulary is. Imports no jax.
 """
 
-import contextlib
 import itertools
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
+from absl import logging
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
-from formats import default_ids, tokenizer_json
+from formats import tokenizer_json
 from formats.tokenizer_json import T5_TOKENIZER, TokenizerVocabulary
 from messages import Refused, first_ten, named
 from paths import AnyPath
@@ -139,9 +138,6 @@ def of_model(model: bytes, extra_ids: int) -> Vocabulary:
     """Return the vocabulary of `Vocabulary.model`."""
     if model.startswith(b'{'):
         return TokenizerVocabulary(json.loads(model))
-    with contextlib.suppress(DecodeError):  # SentencePiece refuses a damaged one with a message
-        if 'model' in added_settings(model):
-            return tokenizer_json.of_former_run(model)
     return SentencePieceVocabulary(model, extra_ids)
 
 
@@ -152,15 +148,17 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> Vocabulary:
     """
     try:
         if file.name == 'tokenizer.json':
-            return tokenizer_json.read_tokenizer(file)
-        content = file.read_bytes()
-        if default_ids.is_folder(file.parent):
-            content = default_ids.in_t5_order(content)
-        found = of_model(content, extra_ids)
-        missing, _ = listed_tokens(file.parent, found)
-        ids = [i for _, i in missing]
-        if ids and ids == list(range(found.size, found.size + len(ids))):
-            found = with_added_tokens(found, missing, extra_ids)
+            found: Vocabulary = tokenizer_json.read_tokenizer(file)
+        else:
+            found = of_model(file.read_bytes(), extra_ids)
+            missing, _ = listed_tokens(file.parent, found)
+            ids = [i for _, i in missing]
+            if ids and ids == list(range(found.size, found.size + len(ids))):
+                found = with_added_tokens(found, missing, extra_ids)
+        if found.unk_id == PAD_ID and '<0x00>' not in found.pieces:
+            logging.warning(
+                '%s: unknown is id 0, which pads: unknown characters are not read', file
+            )
         return found
     except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
         raise Refused(f'{file}: {error}: {remedy}') from error
@@ -191,8 +189,15 @@ def changed_id(old: Vocabulary, new: Vocabulary) -> str:
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise Refused for tokens that transformers lists for a checkpoint and `vocabulary` lacks."""
+    """Raise Refused for tokens that transformers lists for a checkpoint and `vocabulary` lacks, and for another EOS."""
+    eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
     for folder in folders_of(checkpoint):
+        file = folder / 'config.json'
+        stored = paths.read_json(file).get('eos_token_id') if paths.is_file(file) else None
+        if stored not in (None, eos_id):
+            raise Refused(
+                f'{file}: eos_token_id={stored}, and {eos_id} in the vocabulary: use its own'
+            )
         missing, files = listed_tokens(folder, vocabulary)
         if missing:
             names = first_ten(sorted({repr(name) for name, _ in missing}))
@@ -306,17 +311,18 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
     if vocabulary is None or not vocabulary.model:
         return {}
     config: dict = {'tokenizer_class': T5_TOKENIZER}
-    ids = (PAD_ID, EOS_ID, vocabulary.unk_id)
+    ids = (PAD_ID, vocabulary.eos_id, vocabulary.unk_id)
     for name, i in zip(('pad_token', 'eos_token', 'unk_token'), ids, strict=True):
         if i >= 0:
             config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
         content = json.loads(vocabulary.content)
+        content.pop('eos_token', None)  # ours
         if content | tokenizer_json.t5_steps(content) != content:
             config['tokenizer_class'] = 'PreTrainedTokenizerFast'
         names = [f'<extra_id_{i}>' for i in range(vocabulary.num_sentinels)]
         config['extra_ids'] = len(vocabulary.added_tokens.keys() & names)
-        files = {'tokenizer.json': vocabulary.content.encode()}
+        files = {'tokenizer.json': json.dumps(content, ensure_ascii=False).encode()}
     else:
         proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
         has_own_sentinels = len(sentinel_ids_of([piece.piece for piece in proto.pieces])) > 0

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 import sentencepiece
 from ml_collections import ConfigDict
 
-from formats.tokenizer_json import TokenizerVocabulary
 from formats.vocabulary import add_tokens, kept_file, named_vocabulary, of_model, read_model
 from messages import Refused
 from paths import AnyPath
@@ -47,12 +46,7 @@ def find_or_train_vocabulary(
         vocabulary = add_tokens(vocabulary, config.added_tokens)
         origin += f' with data.added_tokens={tuple(config.added_tokens)}'
     if vocabulary.model and kept is not None and vocabulary.model != kept.read_bytes():
-        former = None
-        if kept.name == 'vocabulary.model' and isinstance(vocabulary, TokenizerVocabulary):
-            former = of_model(kept.read_bytes(), config.extra_ids)  # version 0.2 kept it so
-        if not isinstance(former, TokenizerVocabulary) or former.names != vocabulary.names:
-            raise Refused(f'{kept} differs from {origin}: remove it, or change data.vocabulary')
-        vocabulary = former
+        raise Refused(f'{kept} differs from {origin}: remove it, or change data.vocabulary')
     if vocabulary.size > max_size:
         enough = -(-vocabulary.size // 128) * 128
         raise Refused(

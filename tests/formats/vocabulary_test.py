@@ -38,7 +38,7 @@ def test_the_folders_that_hold_a_vocabulary(tmp_path, pydoc_model, monkeypatch):
         assert_refused(partial(find_vocabulary, run, folder), named)
     (lone / 'vocabulary.model').write_bytes(pydoc_model)
     assert model_file(lone) == lone / 'vocabulary.model'
-    for name in ('spiece.model', 'sentencepiece.model'):
+    for name in ('spiece.model', 'sentencepiece.model', 'tokenizer.model'):
         folder = tmp_path / name.split('.')[0]
         folder.mkdir()
         (folder / name).write_bytes(pydoc_model)
