@@ -68,9 +68,6 @@ FIXED_SETTINGS = {
     'decoder_start_token_id': 0,
 }
 
-# Used where config.json has none.
-T5_IDS = {'pad_token_id': 0, 'eos_token_id': 1, 'decoder_start_token_id': 0}
-
 # Arguments of its `generate`, and what `infer.T5.generate` has instead.
 ARGUMENTS_OF_GENERATE = {
     'num_beams': 'use beam_size',
@@ -108,6 +105,9 @@ OURS_OF_GENERATION = {
     **dict.fromkeys(('num_beams', 'num_beam_groups', 'num_return_sequences', 'guidance_scale'), 1),
     **dict.fromkeys(('repetition_penalty', 'encoder_repetition_penalty', 'top_p', 'typical_p'), 1),
     'length_penalty': None,
+    'pad_token_id': 0,  # these three unless config.json has others
+    'eos_token_id': 1,
+    'decoder_start_token_id': 0,
 }
 
 
@@ -445,12 +445,11 @@ def _notes_of_generation(folder: Path, config: Mapping) -> list[str]:
         ignored |= OF_DRAWING
     if settings.get('max_new_tokens'):
         ignored.add('max_length')
-    defaults = dict(OURS_OF_GENERATION)
-    for name, token_id in T5_IDS.items():
-        defaults[name] = config.get(name) or token_id
     differences = []
     for name, value in settings.items():
-        ours = defaults.get(name, False)
+        ours = OURS_OF_GENERATION.get(name, False)
+        if name.endswith('_token_id'):
+            ours = config.get(name) or ours
         is_same = value in (None, [], {}, ours, [ours])
         if not (is_same or name in ignored or re.fullmatch(NOT_OF_ANSWERS, name)):
             remedy = ARGUMENTS_OF_GENERATE.get(name, 'not supported')

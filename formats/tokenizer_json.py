@@ -35,8 +35,7 @@ class TokenizerVocabulary(Vocabulary):
     """The vocabulary of the content of a tokenizer.json, which `model` has. It has no sentinels but its own."""
 
     def __init__(self, content: Mapping):
-        self.content = json.dumps(content, ensure_ascii=False)
-        self.model = self.content.encode()
+        self.model = json.dumps(content, ensure_ascii=False).encode()
         model = dict(content['model'])
         if model['type'] == 'Unigram':
             ids = {piece: i for i, (piece, _) in enumerate(model['vocab'])}
@@ -95,7 +94,7 @@ class TokenizerVocabulary(Vocabulary):
 
     def with_tokens(self, tokens: Iterable[tuple[str, int | None]]) -> 'TokenizerVocabulary':
         """Return a vocabulary that also has tokens at their ids, which are pieces of it or follow them."""
-        content = json.loads(self.content)
+        content = json.loads(self.model)
         for name, i in tokens:
             content['added_tokens'].append(TOKEN_FLAGS | {'id': i, 'content': name})
         content['added_tokens'].sort(key=lambda token: token['id'])

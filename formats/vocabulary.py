@@ -212,8 +212,7 @@ def listed_tokens(
     """Return the tokens that transformers lists in a folder and `vocabulary` lacks, and the names of its files.
 
     The tokens have their ids, where transformers has them, and are sorted by id.
-    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
-    SentencePiece model the pieces are those of tokenizer.json.
+    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X.
     """
     files = []
     tokens: list[tuple[str, int | None]] = []
@@ -232,7 +231,7 @@ def listed_tokens(
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise Refused(f'{file} lists no tokens ({error!r}): copy it again') from error
     sentinel_ids: dict[str, int] = {}
-    ids = {piece: i for i, piece in enumerate(pieces)}
+    ids: dict[str, int] = {}
     if vocabulary is not None and vocabulary.model:
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
         tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
@@ -316,7 +315,7 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
         if i >= 0:
             config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
-        content = json.loads(vocabulary.content)
+        content = json.loads(vocabulary.model)
         content.pop('eos_token', None)  # ours
         if content | tokenizer_json.t5_steps(content) != content:
             config['tokenizer_class'] = 'PreTrainedTokenizerFast'

@@ -14,7 +14,7 @@ import paths
 from formats import hugging_face, own_options
 from formats.vocabulary import files_of
 from messages import Refused, first_ten
-from vocabulary import EOS_ID, Vocabulary
+from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
 
 def write(
@@ -136,7 +136,7 @@ def _settings(config: model.T5Config) -> dict:
         'is_gated_act': len(activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
-        **hugging_face.T5_IDS,
+        'pad_token_id': PAD_ID,
         **hugging_face.FIXED_SETTINGS,
     }
 

@@ -166,7 +166,7 @@ def test_added_tokens_without_ids_are_refused_by_name(tmp_path, form, added):
 @pytest.mark.parametrize('form', ['slow', 'old'])
 def test_added_tokens_have_the_ids_of_transformers(tmp_path, form, pydoc_model):
     transformers = pytest.importorskip('transformers')
-    write_tokenizer(tmp_path, form, pydoc_model, added=['<mark>', '[is it]'])
+    write_tokenizer(tmp_path, form, pydoc_model, num_sentinels=7, added=['<mark>', '[is it]'])
     found = find_vocabulary(tmp_path)
     texts = [
         'a <mark> string',
