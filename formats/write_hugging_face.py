@@ -14,7 +14,7 @@ import paths
 from formats import hugging_face, own_options
 from formats.vocabulary import files_of
 from messages import Refused, first_ten
-from vocabulary import Vocabulary
+from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
 
 def write(
@@ -30,6 +30,7 @@ def write(
     one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
+    settings['eos_token_id'] = getattr(vocabulary, 'eos_id', EOS_ID)
     check_names(arrays, hugging_face.parameter_names(config))
     with new_folder(folder) as unfinished:
         write_json(unfinished / 'config.json', settings)
@@ -135,6 +136,7 @@ def _settings(config: model.T5Config) -> dict:
         'is_gated_act': len(activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
+        'pad_token_id': PAD_ID,
         **hugging_face.FIXED_SETTINGS,
     }
 
