@@ -40,8 +40,7 @@ def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[Tokenized
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if not task.takes_inputs:
             raise Refused(f'data.task={name!r} has no inputs: name another, or a file with --input')
-        opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
-        yield TokenizedTask(opened, config, vocabulary)
+        yield TokenizedTask(tasks.open.open_task(task, config), config, vocabulary)
 
 
 def with_templates(config: ConfigDict) -> ConfigDict:

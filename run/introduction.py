@@ -54,7 +54,6 @@ def introduction(
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
     lines += tasks.open.other_versions(mixture)
-    lines += tasks.open.replacements(config)
     cached = [find_cache(config, task.name) for task in mixture.tasks]
     if config.cache_dirs and not any(cached):
         lines.append(

@@ -271,7 +271,7 @@ def glue(make_once):
 
 def open_task(root, name, **changes):
     config = corpora.make_config(task=name, tfds_dir=str(root), **changes)
-    return tasks.open.open_task(tasks.open.find(config), config)
+    return tasks.open.open_task(tasks.open.find(config), config).source
 
 
 def sizes_of(source):

@@ -15,12 +15,11 @@ import pytest
 from corpora import check_settings, documents_of, golden, is_near, make_config, source_of, stream_of
 
 import data
-import tasks.open
 import vocabulary as vocabularies
 from configs import ul2
 from messages import Refused
 from run.train_vocabulary import train_vocabulary
-from stream import OpenMixture, Stream
+from stream import OpenMixture, OpenTask, Stream
 from tasks import metrics, mixtures
 from tasks.objectives import OBJECTIVES, unicode_tokens
 
@@ -609,7 +608,7 @@ def test_objectives_mix_and_share_rows(vocabulary, pydoc):
     opened = []
     for objective in ('lm', 'prefix_lm', 'span_corruption'):
         task = mixtures.Task(objective, objective=objective)
-        opened.append(tasks.open.opened_task(task, source))
+        opened.append(OpenTask(task, source))
     mixture = OpenMixture('all', tuple(opened), 'fingerprint')
     stream = Stream(mixture, 'train', vocabulary, config, batch_size=4, seed=0)
     num_alone = 0

@@ -153,7 +153,7 @@ def test_the_split_test_of_an_own_task_is_in_files(tmp_path):
     def questions(split, **changes):
         config = base.get_config().data
         config.update(module=f'{tmp_path}/mine.py', **changes)
-        source = tasks.open.open_task(tasks.open.find(config), config)
+        source = tasks.open.open_task(tasks.open.find(config), config).source
         return [record.fields['q'] for record in source.records(split)]
 
     assert questions('test', task='tested') == ['test']

@@ -123,7 +123,7 @@ def open_tiny(make_task, config):
     """Open a task whose cache is in P3's layout. It has the split validation alone."""
     config.cache_dirs = str(oracle('p3_like'))
     task = dataclasses.replace(make_task(TINY, 'tiny_complete_that'), train_split=NO_SPLIT)
-    opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
+    opened = tasks.open.open_task(task, config)
     return OpenMixture(task.name, (opened,), opened.source.fingerprint)
 
 
@@ -194,7 +194,7 @@ def test_nothing_is_held_out_of_a_task_without_validation(tmp_path):
     for file in folder.glob('*validation*'):
         file.rename(folder / file.name.replace('validation', 'train'))
     config = make_config(cache_dirs=str(tmp_path), validation_fraction=0.9)
-    source = tasks.open.open_task(tasks_t0.text_task(TINY, 'tiny_complete_that'), config)
+    source = tasks.open.open_task(tasks_t0.text_task(TINY, 'tiny_complete_that'), config).source
     assert len(list(source.records('train'))) == source.train.num_records == 3
     assert not source.may_hold('validation')
 
@@ -317,7 +317,7 @@ def test_story_cloze_from_the_users_own_copy(module):
     config = make_config(task=name, module=module)
     task = tasks.open.find(config)
     assert task.name in tasks.get('t0_eval_score_eval', module=config.module).tasks
-    source = tasks.open.open_task(task, config)
+    source = tasks.open.open_task(task, config).source
     records = [record.fields for record in source.records('validation')]
     examples = list(task.preprocess(records))
     assert [x['targets'] for x in examples] == ['He left.', 'He stayed.', 'Yes.', 'No.']
