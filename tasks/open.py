@@ -18,7 +18,7 @@ from sources import NO_SPLIT
 from sources.templates import templates_of
 from stream import OpenMixture, OpenTask
 from tasks import metrics
-from tasks.mixtures import MetricFn, Mixture, PreprocessFn, Rate, Task, settings_of_a_row
+from tasks.mixtures import MetricFn, Mixture, PreprocessFn, Task, settings_of_a_row
 from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
 from tasks.preprocessors import Example, Fields
@@ -64,18 +64,15 @@ def find(config: ConfigDict) -> Task | Mixture:
     return found
 
 
-def configured(row: Task | Mixture, config: ConfigDict) -> Task | Mixture:
+def configured(row: str | Task | Mixture, config: ConfigDict) -> Task | Mixture:
     """Return a row whose fields are replaced by the settings that differ from their defaults.
 
     A row of T5's tables reads the newest version of its data set if T5's is not prepared, and Python's
     documentation if C4 is missing.
     """
     if isinstance(row, Mixture):
-        members: dict[str | Task | Mixture, Rate] = {}
-        for member, rate in row.members.items():
-            assert not isinstance(member, str)  # all are looked up
-            members[configured(member, config)] = rate
-        return Mixture(row.name, members)
+        return row.with_members(functools.partial(configured, config=config))
+    assert not isinstance(row, str)  # all are looked up
     if config.weight and not row.takes_inputs:
         raise Refused(f"data.weight={config.weight!r} is not for data.task={row.name!r}: use ''")
     templates_of(config)  # refuses what the settings say

@@ -41,7 +41,6 @@ TASKS = [
     Mixture('all', {'add': 1.0, 'spell': 2.0, 'text': 1.0}),
     Mixture('more', {'all': 3.0, 'add': 1.0}),
     Mixture('by_size', {'add': proportional(), 'spell': 1.0}),
-    Mixture('circle', {'circle': 1.0}),
     Mixture('lost', {'nowhere': 1.0}),
     Mixture('without', {'add': 0.0, 'spell': 1.0}),
 ]
@@ -128,7 +127,7 @@ def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypat
 REFUSED = [
     ({'task': 'spel'}, "data.task='spel'"),
     ({'task': 'lost'}, "'nowhere' of data.task='lost'"),
-    ({'task': 'circle'}, "'circle'"),
+    ("[Mixture('circle', {'circle': 1})]", "'circle'"),
     ({'module': 'absent'}, "data.module='absent'"),
     ("[Task('a'), Task('a')]", "'a'"),
     ("[Task('text_to_text')]", "'text_to_text'"),
