@@ -250,12 +250,10 @@ class Source:
     def raise_empty(self, split: str) -> None:
         """Raise Refused: a split has no text."""
         part = self.part_of(split)
-        where = f'split {split!r} of {self.description}'
-        if all(record is None for record in part.in_order()):
-            files = [file.path for file in self.files if self.part_of(file.split) is part]
-            where = first_ten(files) or where
+        files = [file.path for file in self.files if self.part_of(file.split) is part]
+        where = first_ten(files) or self.description
         raise Refused(
-            f'no document is in {where}: name files with records, or change '
+            f'no document of split {split!r} is in {where}: name files with records, or change '
             f'data.validation_fraction={self.validation_fraction}'
         )
 

@@ -320,9 +320,9 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
     (tmp_path / 'folder').mkdir()
     (tmp_path / 'a.txt').write_text('some words')
     (tmp_path / 'soft.txt').symlink_to('a.txt')
-    os.link(tmp_path / 'a.txt', tmp_path / 'hard.jsonl')
+    os.link(tmp_path / 'a.txt', tmp_path / 'hard.txt')
     shutil.copy(tmp_path / 'a.txt', tmp_path / 'copy.txt')
-    for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
+    for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.txt', 'copy.txt'):
         with pytest.raises(Refused, match=f'a.txt .*{name[-5:]}'):
             sources.open.open_source(make_config(files='a.txt', validation_files=name))
 
