@@ -127,10 +127,7 @@ def test_rouge_of_t5s_summaries():
     targets = read_lines('target_large.txt')
     predictions = read_lines('prediction_large.txt')
     expected = json.loads('\n'.join(read_lines('expected_bootstrap_results.json')))
-    mean = metrics.rouge(targets, predictions)
-    assert mean == pytest.approx(expected, abs=0.1)
-    bootstrap = metrics.rouge(targets, predictions, bootstrap_seed=0)
-    assert bootstrap == pytest.approx(mean, abs=0.1) and bootstrap != mean
+    assert metrics.rouge(targets, predictions) == pytest.approx(expected, abs=0.1)
 
 
 def test_rouge_by_hand():

@@ -321,16 +321,6 @@ def test_many_rows_over_few_records_start_quickly(tmp_path):
     assert vocabulary.num_texts <= 1.01 * 1000
 
 
-def test_a_small_share_for_validation_says_what_it_costs(tmp_path):
-    config = mixture_config(tmp_path, task='add', validation_fraction=0.1)
-    stream = open_stream(config, 'validation')
-    [task] = stream.tasks
-    assert task.source.num_lines_to_find('validation', 1) == 10
-    assert task.source.num_lines_to_find('train', 9) == 10
-    num_bytes = (tmp_path / 'add.jsonl').stat().st_size
-    assert task.source.num_lines_to_find('validation', stream.batch_size) == num_bytes // 100
-
-
 # The same stream for any number of processes, resumed anywhere.
 
 QUICK = {'counts': (1, 4), 'stops': (0, 17)}
