@@ -292,17 +292,6 @@ def test_names_of_files(tmp_path, monkeypatch):
         assert [text for _, text in documents_of(source)] == [text.strip()], name
 
 
-def test_extensions_in_any_case(tmp_path):
-    content = b'{"text": "first"}\n{"text": "second"}\n{}\n'
-    for name in ('a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'):
-        path = tmp_path / name
-        path.write_bytes(gzip.compress(content) if name.lower().endswith('gz') else content)
-        source = sources.open.open_source(make_config(files=str(path), on_bad_line='skip'))
-        found = sum(epoch_documents(source), [])
-        assert sorted(text for _, text in found) == ['first', 'second']
-        assert 'line 3 of' in source.faults()[0][0]
-
-
 def test_json_in_a_text_file_is_told(tmp_path, caplog):
     contents = {b'\n{"text": "a"}\n\n{"text": "b"}': True, b'{}\n' * 20 + b'words\n': True}
     contents |= dict.fromkeys([b'{"text": "a"}\nwords\n', b'[1]\n2\n', b'{"a": ' * 100_000], False)

@@ -112,17 +112,6 @@ def test_each_task_gives_each_record_once_per_epoch(tmp_path):
     assert sorted(found) == sorted(expected)
 
 
-def test_a_module_is_found_by_its_name_in_the_current_folder(tmp_path, monkeypatch):
-    """Even one that has the name of a module of ours."""
-    config = mixture_config(tmp_path)
-    (tmp_path / 'tasks.py').write_text((tmp_path / 'my_tasks.py').read_text())
-    monkeypatch.chdir(tmp_path)
-    for name in ('tasks', 'tasks.py', './my_tasks', f'../{tmp_path.name}/tasks.py'):
-        config.module = name
-        names = [task.name for task in tasks.open.open_mixture(config).tasks]
-        assert names == ['add', 'spell', 'text']
-
-
 # Settings or the tasks of a module, whose mistakes have a traceback, and what the message names.
 REFUSED = [
     ({'task': 'spel'}, "data.task='spel'"),

@@ -63,13 +63,6 @@ def test_rates_by_size():
     assert set(rates.values()) == {500_000}
 
 
-def test_no_task_of_a_mixture_is_on_the_blacklist():
-    """t-zero leaves out what promptsource no longer has."""
-    for name in ROWS:
-        assert not name.startswith(('hotpot_qa', 'tab_fact', 'wiki_hop_masked', 'narrativeqa'))
-        assert name not in ('gigaword_summarize_', 'ecthr_cases_alleged_violation_prediction')
-
-
 def test_the_metrics():
     for name, (names, num_choices) in GOLDEN['tasks'].items():
         task = ROWS[name]
@@ -332,18 +325,6 @@ def test_story_cloze_from_the_users_own_copy(module):
     assert metric(targets, [-1.0, -2.0, -1.0, -2.5]) == {'accuracy': 50}
 
 
-def test_story_cloze_in_a_batch(module):
-    config = make_config(task='story_cloze_2016_Choose_Story_Ending', module=module)
-    opened = tasks.open.open_mixture(config)
-    vocabulary = vocabularies.ByteVocabulary()
-    stream = Stream(opened, 'validation', vocabulary, config, batch_size=2, seed=0, num_epochs=1)
-    batch = next(stream)
-    for ids in batch['encoder_input_tokens']:
-        assert vocabulary.decode(ids.tolist()).startswith('Story: ')
-    with pytest.raises(Refused, match="'train'"):
-        Stream(opened, 'train', vocabulary, config, batch_size=2, seed=0)
-
-
 @pytest.mark.parametrize('filter_name', ['choice', 'random'])
 def test_a_prompt_that_draws_is_refused(module, tmp_path, filter_name):
     file = tmp_path / 'templates.yaml'
@@ -354,9 +335,3 @@ def test_a_prompt_that_draws_is_refused(module, tmp_path, filter_name):
         Refused, match=f"line [0-9] of .*stories.csv: .*'Draw'.*{filter_name} draws at random"
     ):
         Stream(opened, 'validation', vocabularies.ByteVocabulary(), config, batch_size=1, seed=0)
-
-
-def test_templates_of_a_data_set_that_t0_does_not_have(promptsource, tmp_path):
-    (tmp_path / 'mine.yaml').write_text(STORIES.replace('dataset: story_cloze', 'dataset: mine'))
-    found = promptsource.tasks(f'{tmp_path}/mine.yaml', files='a.csv')
-    assert {task.name.partition('_2016')[0] for task in found} == {'mine'}
