@@ -216,7 +216,7 @@ def records_of(source: Source, job: Job) -> Iterator[tuple[str, Record]]:
     """Yield the records of a shard in a random order, each with its split."""
     part = source.part_of(job.splits[0])
     share = Share(seed=0, epoch=0, lane=job.shard, num_lanes=job.num_shards)
-    for number, records in part.pools(share, first=0, keep=lambda record: True):
+    for number, records in part.pools(share, first=0):
         for i in permutation(len(records), 'pool', 0, 0, job.shard, number):
             record = records[i]
             if record is None:

@@ -114,13 +114,10 @@ class Part(abc.ABC):
         return permutation(num_items, 'epoch', seed, epoch).astype(np.uint32)
 
     @abc.abstractmethod
-    def pools(
-        self, share: Share, first: int, keep: Callable[[Record], bool]
-    ) -> Iterator[tuple[int, list[Record | None]]]:
+    def pools(self, share: Share, first: int) -> Iterator[tuple[int, list[Record | None]]]:
         """Yield (number, records) of the pools of a lane, from number `first` on.
 
-        None stands for a line without a record and for a record that `keep` refuses: an offset in a pool
-        means the same line in every split.
+        None stands for a line without a record: an offset in a pool means a line.
         """
 
     @abc.abstractmethod
@@ -169,12 +166,11 @@ class Source:
     ) -> Iterator[Document]:
         """Yield the documents of one lane in one epoch, from `offset` in pool number `pool` on."""
         part = self.part_of(split)
-        keep = functools.partial(self.is_in_split, split)
-        for number, records in part.pools(share, first=pool, keep=keep):
+        for number, records in part.pools(share, first=pool):
             order = permutation(len(records), 'pool', share.seed, share.epoch, share.lane, number)
             for i in range(offset, len(records)):
                 record = records[order[i]]
-                if record is not None:
+                if record is not None and self.is_in_split(split, record):
                     yield Document(pool=number, offset=i, record=record)
             offset = 0
 

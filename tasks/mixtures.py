@@ -80,12 +80,8 @@ class Task:
         )
         has_two = templates and self.preprocess_fn is not None
         assert not has_two, f'task {self.name!r} has preprocess_fn and targets: leave one out'
-        # A function that takes other arguments raises Python's TypeError here, not at its first record.
+        # A metric with other arguments raises Python's TypeError here, not at the first evaluation.
         with noting(f'task {self.name}'):
-            if self.preprocess_fn is not None:
-                inspect.signature(self.preprocess_fn).bind('record')
-            if self.postprocess_fn is not None:
-                inspect.signature(self.postprocess_fn).bind('text', 'example', 'is_target')
             for metric_fn in self.metric_fns:
                 inspect.signature(metric_fn).bind('targets', 'predictions')
 

@@ -265,7 +265,7 @@ def copy_as_c4(root, new, version):
 
 @pytest.fixture(scope='session')
 def glue(make_once):
-    return make_once('glue', lambda folder: prepare_glue(folder, '1.0.0'))
+    return make_once('glue', prepare_glue)
 
 
 def open_task(root, name, **changes):
