@@ -49,6 +49,7 @@ class FeatureInfo(NamedTuple):
     dtype: str  # numpy's, or 'string'
     shape: tuple[int | None, ...]
     stored_kind: str  # the list of tf.train.Example that has the values
+    stored_name: str  # in the files
 
 
 class IndexEntry(NamedTuple):
@@ -72,7 +73,6 @@ class Split(NamedTuple):
     """One split of a cached task. `files` are its shards, in order."""
 
     features: dict[str, FeatureInfo]
-    stored_names: dict[str, str]  # feature -> its name in the files
     files: list[paths.AnyPath]
     num_examples: int | None  # None without stats
 
@@ -104,7 +104,6 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
     if split not in available:
         raise Refused(f'{folder} has no split {split!r}: use one of {available}')
     features = {}
-    stored_names = {}
     num_examples = None
     info_file = folder / f'info.{split}.json'
     try:
@@ -116,8 +115,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
                 dtype = 'int32'
             sizes = [None if size is None else operator.index(size) for size in feature['shape']]
             stored_kind = 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
-            features[name] = FeatureInfo(dtype, tuple(sizes), stored_kind)
-            stored_names[name] = stored_name
+            features[name] = FeatureInfo(dtype, tuple(sizes), stored_kind, stored_name)
         num_shards = info['num_shards']
         files: list[paths.AnyPath] = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
         stats_file = folder / f'stats.{split}.json'
@@ -131,7 +129,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
         raise Refused(
             f'{info_file}: {len(files)} of {num_shards} shards are there: copy all of them'
         )
-    return Split(features, stored_names, files, num_examples)
+    return Split(features, files, num_examples)
 
 
 def vocabulary_hash(folder: paths.AnyPath) -> str | None:
@@ -228,7 +226,7 @@ def decode(content: bytes, split: Split) -> dict:
     example = {}
     for name, info in split.features.items():
         try:
-            feature = message.features.feature[split.stored_names[name]]  # empty if not stored
+            feature = message.features.feature[info.stored_name]  # empty if not stored
             kind = feature.WhichOneof('kind')
             values = getattr(feature, kind).value if kind else []
             is_valid = not values or kind == info.stored_kind  # an empty list may be of any kind
