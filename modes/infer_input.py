@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from absl import logging
 from ml_collections import ConfigDict
 
 import tasks
@@ -137,7 +136,6 @@ class FileExamples:
             raise Refused(f'--score needs targets, and {self.title} is text: write JSON Lines')
         self.fields = fields
         self.header: list[str] = []  # a table's
-        self.has_warned = False
         self.needs_targets = needs_targets
         self.trim = trim
         self.lengths = dict(config.lengths)
@@ -211,9 +209,6 @@ class FileExamples:
         fields = []
         texts = []
         for number, line in lines:
-            if self.kind == 'tsv' and not self.has_warned and tables.is_quoted(str(line)):
-                self.has_warned = True
-                logging.warning('line %d of %s: %s', number, self.title, tables.QUOTED_TSV)
             with named(f'{self.unit} {number} of {self.title}'):
                 fields.append(self.fields_of(line))
                 texts.append(self.texts_of(fields[-1]))
