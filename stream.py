@@ -54,6 +54,8 @@ class Task(Protocol):
 
     def preprocess(self, records: Iterable[dict]) -> Iterator[dict]: ...
 
+    def open_objective(self, config: ConfigDict, vocabulary: Vocabulary) -> Objective: ...
+
 
 AnyTask = TypeVar('AnyTask', bound=Task)
 
@@ -63,8 +65,7 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
 
     task: AnyTask
     source: Source
-    open_objective: Callable[[ConfigDict, Vocabulary], Objective]  # (config.data, vocabulary)
-    rate: float
+    rate: float = 1.0
 
     @property
     def name(self) -> str:
@@ -438,7 +439,7 @@ class TokenizedTask:
         self.allow_empty_targets = config.allow_empty_targets
         self.draws_targets = config.target_choice == 'random'
         self.weight_field = config.weight[1:-1]  # '' for none
-        self.objective = task.open_objective(config, vocabulary)
+        self.objective = task.task.open_objective(config, vocabulary)
         self.source.check_ids(self.objective.features, vocabulary.hash)
 
     def tokenize(self, records: Sequence[Record], *key: int | str) -> list[Tokenized]:

@@ -7,7 +7,6 @@ completes the cache. Imports no jax.
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import multiprocessing
@@ -40,7 +39,6 @@ from sources.gzipped import GzippedFiles
 from sources.open import cache_roots, check_not_of_records
 from sources.tfrecord import write_record
 from stream import Tokenized, TokenizedTask
-from tasks.mixtures import Task
 from vocabulary import Vocabulary
 
 BYTES_PER_SHARD = 1 << 24  # plain text
@@ -91,7 +89,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     config.use_cached = 'no'
     vocabulary = vocabulary_of(config)
     root = paths.disk_path(cache_roots(config)[0])
-    messages = tasks.open.replacements(config)
+    messages = []
     opened: dict[Path, TokenizedTask] = {}
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         folder = Path(root, *name.split(':'))
@@ -100,17 +98,18 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
         elif task.train_split == task.validation_split == NO_SPLIT:
             messages.append(f'{name} is not cached: it has neither train nor validation.')
         else:
-            opened[folder] = open_task(task, config, vocabulary)
+            opened_task = tasks.open.open_task(task, config)
+            opened[folder] = TokenizedTask(opened_task, config, vocabulary)
             source = opened[folder].source
             if task.train_split != NO_SPLIT:
                 source.check_not_empty('train')
             if source.validation is not None:
                 source.check_not_empty('validation')
     jobs = {}
-    for folder, opened_task in opened.items():
+    for folder, tokenized_task in opened.items():
         with alone_in(folder):  # several parts may begin or end at once
-            prepare_folder(folder, opened_task, vocabulary)
-        jobs[folder] = jobs_of(folder, opened_task)
+            prepare_folder(folder, tokenized_task, vocabulary)
+        jobs[folder] = jobs_of(folder, tokenized_task)
     missing = []
     for job in [*itertools.chain(*jobs.values())][part - 1 :: num_parts]:
         if not all(job.statistics_file(split).exists() for split in job.splits):
@@ -120,11 +119,6 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
         with alone_in(folder):
             messages.append(complete(folder, jobs[folder]))
     return messages
-
-
-def open_task(task: Task, config: ConfigDict, vocabulary: Vocabulary) -> TokenizedTask:
-    opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
-    return TokenizedTask(opened, config, vocabulary)
 
 
 def jobs_of(folder: Path, task: TokenizedTask) -> list[Job]:
@@ -222,7 +216,7 @@ def records_of(source: Source, job: Job) -> Iterator[tuple[str, Record]]:
     """Yield the records of a shard in a random order, each with its split."""
     part = source.part_of(job.splits[0])
     share = Share(seed=0, epoch=0, lane=job.shard, num_lanes=job.num_shards)
-    for number, records in part.pools(share, first=0, keep=lambda record: True):
+    for number, records in part.pools(share, first=0):
         for i in permutation(len(records), 'pool', 0, 0, job.shard, number):
             record = records[i]
             if record is None:
@@ -291,10 +285,13 @@ def reports(config: ConfigDict, jobs: Sequence[Job]) -> Iterator[tuple[int, int,
     """Write shards. Yield the new examples, new shards and lines left out, every second and after each shard."""
     vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))
-    opened = functools.cache(lambda name: open_task(found[name], config, vocabulary))
+    opened: dict[str, TokenizedTask] = {}
     reported = time.monotonic()
     for job in jobs:
-        task = opened(job.task)
+        if job.task not in opened:
+            opened_task = tasks.open.open_task(found[job.task], config)
+            opened[job.task] = TokenizedTask(opened_task, config, vocabulary)
+        task = opened[job.task]
         num_examples = 0
         for count in write_shard(task, job):
             num_examples += count

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from absl import logging
 from ml_collections import ConfigDict
 
 import tasks
@@ -40,8 +39,7 @@ def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[Tokenized
     for name, task in tasks.open.tasks_of(tasks.open.find(config)).items():
         if not task.takes_inputs:
             raise Refused(f'data.task={name!r} has no inputs: name another, or a file with --input')
-        opened = tasks.open.opened_task(task, tasks.open.open_task(task, config))
-        yield TokenizedTask(opened, config, vocabulary)
+        yield TokenizedTask(tasks.open.open_task(task, config), config, vocabulary)
 
 
 def with_templates(config: ConfigDict) -> ConfigDict:
@@ -138,7 +136,6 @@ class FileExamples:
             raise Refused(f'--score needs targets, and {self.title} is text: write JSON Lines')
         self.fields = fields
         self.header: list[str] = []  # a table's
-        self.has_warned = False
         self.needs_targets = needs_targets
         self.trim = trim
         self.lengths = dict(config.lengths)
@@ -212,9 +209,6 @@ class FileExamples:
         fields = []
         texts = []
         for number, line in lines:
-            if self.kind == 'tsv' and not self.has_warned and tables.is_quoted(str(line)):
-                self.has_warned = True
-                logging.warning('line %d of %s: %s', number, self.title, tables.QUOTED_TSV)
             with named(f'{self.unit} {number} of {self.title}'):
                 fields.append(self.fields_of(line))
                 texts.append(self.texts_of(fields[-1]))

@@ -152,7 +152,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     unknown = set(mixture.tasks_by_size)
     for name, task in mixture.tasks.items():
         try:
-            opened[name] = tasks.open.open_task(task, config)
+            opened[name] = tasks.open.open_task(task, config).source
         except Refused as error:
             problems[name] = str(error)
             continue
@@ -193,7 +193,7 @@ def describe_task(
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
     yield f'{task.name}: {source_of(task)}'
     yield f'splits: {splits_of(task)}; objective: {task.objective_name}; metrics: {metric_names or "none"}'
-    source = tasks.open.open_task(task, config)
+    source = tasks.open.open_task(task, config).source
     yield f'{source.description}.'
     if num_examples:
         vocabulary = None

@@ -12,8 +12,6 @@ from model import T5Config
 from sources.open import find_cache
 from stream import OpenMixture, Stream
 
-LINES_OF_A_SLOW_EVALUATION = 1_000_000  # reading them takes ten seconds or more
-
 
 def introduction(
     config: ConfigDict,
@@ -54,21 +52,10 @@ def introduction(
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
     lines += tasks.open.other_versions(mixture)
-    lines += tasks.open.replacements(config)
     cached = [find_cache(config, task.name) for task in mixture.tasks]
     if config.cache_dirs and not any(cached):
         lines.append(
             f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
             f'of data.task={config.task!r}.'
-        )
-    num_lines = 0
-    for task in held_out.tasks:
-        num_records = held_out.batch_size * task.objective.records_per_group
-        num_lines += task.source.num_lines_to_find('validation', num_records)
-    if num_lines > LINES_OF_A_SLOW_EVALUATION:
-        lines.append(
-            f'The first evaluation reads about {num_lines:,} lines to find the share '
-            f'data.validation_fraction={config.validation_fraction}: data.validation_files names '
-            'a file of its own instead.'
         )
     return lines

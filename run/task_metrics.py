@@ -162,9 +162,9 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
         of_name = {}
         for task in tasks.open.tasks_of(tasks.open.find(data_config)).values():
             if task.metric_fns and task.takes_inputs:
-                source = tasks.open.open_task(task, data_config)
-                if source.may_hold(split):
-                    of_name[task.name] = tasks.open.opened_task(task, source)
+                open_task = tasks.open.open_task(task, data_config)
+                if open_task.source.may_hold(split):
+                    of_name[task.name] = open_task
         if not of_name:
             raise Refused(
                 f'infer_eval.task={name.strip()!r} has no metrics, no inputs or no split {split!r}: name another task'

@@ -24,7 +24,6 @@ from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 FEATURES = ('inputs', 'targets')
 NO_SPLIT = 'none'  # the name of a split that a task lacks
 MAX_WEIGHT = 1e30  # the largest weight of an example
-BYTES_PER_LINE = 100  # a low estimate, used until the lines are counted
 
 
 class Record(NamedTuple):
@@ -115,13 +114,10 @@ class Part(abc.ABC):
         return permutation(num_items, 'epoch', seed, epoch).astype(np.uint32)
 
     @abc.abstractmethod
-    def pools(
-        self, share: Share, first: int, keep: Callable[[Record], bool]
-    ) -> Iterator[tuple[int, list[Record | None]]]:
+    def pools(self, share: Share, first: int) -> Iterator[tuple[int, list[Record | None]]]:
         """Yield (number, records) of the pools of a lane, from number `first` on.
 
-        None stands for a line without a record and for a record that `keep` refuses: an offset in a pool
-        means the same line in every split.
+        None stands for a line without a record: an offset in a pool means a line.
         """
 
     @abc.abstractmethod
@@ -170,12 +166,11 @@ class Source:
     ) -> Iterator[Document]:
         """Yield the documents of one lane in one epoch, from `offset` in pool number `pool` on."""
         part = self.part_of(split)
-        keep = functools.partial(self.is_in_split, split)
-        for number, records in part.pools(share, first=pool, keep=keep):
+        for number, records in part.pools(share, first=pool):
             order = permutation(len(records), 'pool', share.seed, share.epoch, share.lane, number)
             for i in range(offset, len(records)):
                 record = records[order[i]]
-                if record is not None:
+                if record is not None and self.is_in_split(split, record):
                     yield Document(pool=number, offset=i, record=record)
             offset = 0
 
@@ -187,16 +182,6 @@ class Source:
         for record in part.in_order():
             if record is not None and self.is_in_split(split, record):
                 yield record
-
-    def num_lines_to_find(self, split: str, num_records: int) -> int:
-        """Return about how many lines are read to find so many records of a split."""
-        num_lines = self.train.num_records
-        if num_lines is None:
-            num_lines = sum(file.num_bytes for file in self.files) // BYTES_PER_LINE
-        if self.validation is not None:
-            return min(num_records, num_lines)
-        share = self.validation_fraction if split == 'validation' else 1 - self.validation_fraction
-        return min(math.ceil(num_records / share), num_lines)
 
     def next_epoch(self, split: str, share: Share) -> int:
         """Return the first epoch, from that of `share` on, in which its lane has something to read."""
@@ -250,12 +235,10 @@ class Source:
     def raise_empty(self, split: str) -> None:
         """Raise Refused: a split has no text."""
         part = self.part_of(split)
-        where = f'split {split!r} of {self.description}'
-        if all(record is None for record in part.in_order()):
-            files = [file.path for file in self.files if self.part_of(file.split) is part]
-            where = first_ten(files) or where
+        files = [file.path for file in self.files if self.part_of(file.split) is part]
+        where = first_ten(files) or self.description
         raise Refused(
-            f'no document is in {where}: name files with records, or change '
+            f'no document of split {split!r} is in {where}: name files with records, or change '
             f'data.validation_fraction={self.validation_fraction}'
         )
 

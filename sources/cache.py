@@ -15,6 +15,7 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 """
 
 import functools
+import importlib
 import json
 import operator
 import os
@@ -25,7 +26,6 @@ from typing import IO, Any, NamedTuple
 
 import google_crc32c
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import paths
 from messages import Refused
@@ -49,6 +49,7 @@ class FeatureInfo(NamedTuple):
     dtype: str  # numpy's, or 'string'
     shape: tuple[int | None, ...]
     stored_kind: str  # the list of tf.train.Example that has the values
+    stored_name: str  # in the files
 
 
 class IndexEntry(NamedTuple):
@@ -72,7 +73,6 @@ class Split(NamedTuple):
     """One split of a cached task. `files` are its shards, in order."""
 
     features: dict[str, FeatureInfo]
-    stored_names: dict[str, str]  # feature -> its name in the files
     files: list[paths.AnyPath]
     num_examples: int | None  # None without stats
 
@@ -104,7 +104,6 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
     if split not in available:
         raise Refused(f'{folder} has no split {split!r}: use one of {available}')
     features = {}
-    stored_names = {}
     num_examples = None
     info_file = folder / f'info.{split}.json'
     try:
@@ -116,8 +115,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
                 dtype = 'int32'
             sizes = [None if size is None else operator.index(size) for size in feature['shape']]
             stored_kind = 'bytes_list' if dtype == TEXT else STORED_KINDS[np.dtype(str(dtype)).kind]
-            features[name] = FeatureInfo(dtype, tuple(sizes), stored_kind)
-            stored_names[name] = stored_name
+            features[name] = FeatureInfo(dtype, tuple(sizes), stored_kind, stored_name)
         num_shards = info['num_shards']
         files: list[paths.AnyPath] = sorted(folder.glob(f'{split}.tfrecord-*-of-*{num_shards}'))
         stats_file = folder / f'stats.{split}.json'
@@ -131,7 +129,7 @@ def open_split(folder: paths.AnyPath, split: str) -> Split:
         raise Refused(
             f'{info_file}: {len(files)} of {num_shards} shards are there: copy all of them'
         )
-    return Split(features, stored_names, files, num_examples)
+    return Split(features, files, num_examples)
 
 
 def vocabulary_hash(folder: paths.AnyPath) -> str | None:
@@ -148,15 +146,11 @@ def read_json(file: paths.AnyPath) -> dict:
     return paths.json_object(file.read_bytes(), title=str(file), remedy='copy the folder again')
 
 
-def read_example(path: str | Path, offset: int, split: Split, checksum: int | None = None) -> dict:
-    """Return the example at `offset`. Raises Refused if it is damaged or its ids have another `checksum`."""
+def read_example(path: str | Path, offset: int, split: Split) -> dict:
+    """Return the example at `offset`. Raises Refused if it is damaged."""
     with open(path, 'rb', buffering=0) as file:
         file.seek(offset)
-        example = decode(read_record(file, path) or b'', split)
-    ids = b''.join(example[name].tobytes() for name in FEATURES if name in example)
-    if checksum not in (None, google_crc32c.value(ids)):
-        raise Refused(f'its ids are not those of {ids_files(str(path))[0]}: cache the task again')
-    return example
+        return decode(read_record(file, path) or b'', split)
 
 
 def described(value: Any) -> dict | None:
@@ -232,7 +226,7 @@ def decode(content: bytes, split: Split) -> dict:
     example = {}
     for name, info in split.features.items():
         try:
-            feature = message.features.feature[split.stored_names[name]]  # empty if not stored
+            feature = message.features.feature[info.stored_name]  # empty if not stored
             kind = feature.WhichOneof('kind')
             values = getattr(feature, kind).value if kind else []
             is_valid = not values or kind == info.stored_kind  # an empty list may be of any kind
@@ -291,28 +285,8 @@ def encode(example: Mapping) -> bytes:
 
 @functools.cache
 def example_class() -> Any:
-    """Return the class of tf.train.Example, in a pool of descriptors of its own."""
-    file = descriptor_pb2.FileDescriptorProto(name='example.proto', package='x', syntax='proto3')
-    single, repeated, message = 1, 3, 11
-    types = {'bytes_list': 12, 'float_list': 2, 'int64_list': 3}  # protobuf's numbers
-    feature = file.message_type.add(name='Feature', oneof_decl=[{'name': 'kind'}])
-    for number, (name, value_type) in enumerate(types.items(), start=1):
-        values = file.message_type.add(name=name)
-        values.field.add(name='value', number=1, label=repeated, type=value_type)
-        kind = dict(label=single, type=message, type_name=f'.x.{name}', oneof_index=0)
-        feature.field.add(name=name, number=number, **kind)
-    features = file.message_type.add(name='Features')
-    entry = features.nested_type.add(name='FeatureEntry', options={'map_entry': True})
-    entry.field.add(name='key', number=1, label=single, type=9)
-    entry.field.add(name='value', number=2, label=single, type=message, type_name='.x.Feature')
-    of_features = dict(number=1, type=message)
-    name_of_entry = '.x.Features.FeatureEntry'
-    features.field.add(name='feature', label=repeated, type_name=name_of_entry, **of_features)
-    example = file.message_type.add(name='Example')
-    example.field.add(name='features', label=single, type_name='.x.Features', **of_features)
-    pool = descriptor_pool.DescriptorPool()
-    pool.AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName('x.Example'))
+    """Return the class of tf.train.Example. That of TFDS needs no TensorFlow."""
+    return importlib.import_module('tensorflow_datasets.proto.tf_example_generated_pb2').Example
 
 
 # Ids in files of their own.
@@ -355,11 +329,7 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
     """Return the ids of example `i` of a shard."""
     start, num_inputs, num_targets, crc = shard.entries[i].tolist()
     ids = shard.ids[start : start + num_inputs + num_targets]
-    is_damaged = google_crc32c.value(ids.tobytes()) != crc
-    if num_inputs + num_targets == 0:  # so says a zeroed entry: do all others follow each other?
-        ends = shard.entries[:-1, :3].sum(axis=1)
-        is_damaged |= (ends != shard.entries[1:, 0]).any()
-    if is_damaged:
+    if google_crc32c.value(ids.tobytes()) != crc:
         raise Refused(f'{shard.path}: example {i} is damaged: cache the task again')
     return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
 
@@ -393,22 +363,8 @@ class CachedRecords(Blocks):
         self.open_blocks()
 
     def open_blocks(self) -> None:
-        """Find where each example begins, and in a cache of this program the checksums of its ids."""
+        """Find where each example begins."""
         self.offsets = [record_offsets(name) for name in self.names]
-        self.checksums: list[np.ndarray | None] = []
-        first = IndexEntry._fields.index('crc32c')
-        num_fields = len(IndexEntry._fields)
-        for name, offsets in zip(self.names, self.offsets, strict=True):
-            index_path = ids_files(name)[1]
-            checksums = None
-            if os.path.exists(index_path):
-                index = np.fromfile(index_path, '<i8')
-                checksums = index[first::num_fields].copy()
-                if len(checksums) != len(offsets):
-                    raise Refused(
-                        f'{index_path} has other examples than {name}: cache the task again'
-                    )
-            self.checksums.append(checksums)
         self.divide(map(len, self.offsets))
         self.num_records = self.num_blocks
 
@@ -416,11 +372,7 @@ class CachedRecords(Blocks):
         file_index, i = self.locate(block)
         name = self.names[file_index]
         offset = int(self.offsets[file_index][i])
-        checksums = self.checksums[file_index]
-        checksum = None if checksums is None else int(checksums[i])
-        return [
-            self.bad_lines.record(name, offset, read_example, name, offset, self.split, checksum)
-        ]
+        return [self.bad_lines.record(name, offset, read_example, name, offset, self.split)]
 
     def whole(self) -> 'CachedRecords':
         """Return the same examples with all their features."""

@@ -3,7 +3,7 @@
 import abc
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from sources import Part, Record, Share
 
@@ -47,27 +47,12 @@ class Blocks(Part):
     def has_share(self, share: Share) -> bool:
         return share.slot < self.num_blocks
 
-    def pools(
-        self, share: Share, first: int, keep: Callable[[Record], bool]
-    ) -> Iterator[tuple[int, list[Record | None]]]:
+    def pools(self, share: Share, first: int) -> Iterator[tuple[int, list[Record | None]]]:
         order = self.order(self.num_blocks, share.seed, share.epoch)
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
-            records: list[Record | None] = []
-            for found in self.read_all(blocks[start : start + BLOCKS_PER_POOL]):
-                records += blank_out(found, keep)
-            yield start // BLOCKS_PER_POOL, records
-
-
-def blank_out(
-    records: Iterable[Record | None], keep: Callable[[Record], bool]
-) -> Iterator[Record | None]:
-    """Yield the records, and None for those that `keep` refuses."""
-    for record in records:
-        if record is not None and keep(record):
-            yield record
-        else:
-            yield None
+            found = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
+            yield start // BLOCKS_PER_POOL, [*itertools.chain.from_iterable(found)]
 
 
 class RecordsInMemory(Blocks):

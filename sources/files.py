@@ -149,22 +149,11 @@ def content_digest(path: str, status: paths.FileStatus) -> str:
 
 def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:
     """Raise Refused if a file, under any name, or a copy of it is in both splits."""
-    in_train: dict[tuple, FileRecord] = {}
-    for file in train:
-        in_train[identity(file)] = file
-        in_train[file.num_bytes, file.digest] = file
+    in_train = {(file.num_bytes, file.digest): file for file in train}
     for file in validation:
-        same = in_train.get(identity(file)) or in_train.get((file.num_bytes, file.digest))
+        same = in_train.get((file.num_bytes, file.digest))
         if same:
             raise Refused(f'{same.path} of data.files and {file.path} hold the same: leave one out')
-
-
-def identity(file: FileRecord) -> tuple:
-    """Return what all names and links of a file share."""
-    if paths.is_in_bucket(file.path):
-        return 'url', file.path
-    stat = os.stat(file.path)
-    return 'inode', stat.st_dev, stat.st_ino
 
 
 def count_newlines(path: str, num_bytes: int) -> int:

@@ -5,11 +5,10 @@ import gzip
 import io
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import sources.files
 from sources import Part, Record, Share
-from sources.deal import blank_out
 from sources.files import EMPTY_FILE, FileRecord
 from sources.heads import open_unzipped
 from sources.tables import LineParser, whole_rows
@@ -36,9 +35,7 @@ class GzippedFiles(Part):
         self.parse = parse
         self.bad_lines = parse.bad_lines
 
-    def pools(
-        self, share: Share, first: int, keep: Callable[[Record], bool]
-    ) -> Iterator[tuple[int, list[Record | None]]]:
+    def pools(self, share: Share, first: int) -> Iterator[tuple[int, list[Record | None]]]:
         pool_lines = max(POOL_LINES // share.num_lanes, MIN_POOL_LINES)
         round_number, pool = divmod(first, POOLS_PER_ROUND)
         while round_number < self.num_rounds(share):
@@ -46,7 +43,7 @@ class GzippedFiles(Part):
             own_lines = itertools.islice(lines, pool * pool_lines, None)
             while True:
                 parsed = itertools.starmap(self.parse, itertools.islice(own_lines, pool_lines))
-                records = list(blank_out(parsed, keep))
+                records = list(parsed)
                 if not records:
                     break
                 yield round_number * POOLS_PER_ROUND + pool, records

@@ -29,6 +29,8 @@ from sources.heads import HEAD_BYTES, check_head, read_head
 from sources.tables import LineParser, check_delimiter, objects_in
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
+FILE_SETTINGS = {'train': 'files', 'validation': 'validation_files', 'test': 'test_files'}
+
 
 def open_source(config, whole_records: bool = False, test_split: str = '') -> Source:
     """Open the task cache of `config.task`, else `config.tfds`, `config.files`, cmudict or pydoc.
@@ -46,16 +48,16 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
     parser = LineParser(config, bad_lines, whole_records)
     folders = find_tfds(config)
-    files = find_files('data.files', config.files, bad_lines)
-    validation_files = find_files('data.validation_files', config.validation_files, bad_lines)
-    test_files = find_files('data.test_files', config.test_files, bad_lines)
-    all_names = [*files, *validation_files, *test_files]
-    if all_names:
-        check_delimiter(config, {parser.kind_of(name): name for name in all_names})
+    files: dict[str, list[FileRecord]] = {}
+    for split, setting in FILE_SETTINGS.items():
+        files[split] = find_files(split, f'data.{setting}', config[setting], bad_lines)
+    names = [file.path for file in itertools.chain(*files.values())]
+    if names:
+        check_delimiter(config, {parser.kind_of(name): name for name in names})
     if folders:
         source = tfds_source_of(config, folders, parser, test_split)
-    elif config.files or config.validation_files or config.test_files:
-        source = files_source(config, files, validation_files, parser)
+    elif names:
+        source = files_source(config, files, parser)
     elif config.task.startswith('cmudict_'):
         return cmudict.open_source(config)
     else:
@@ -67,33 +69,25 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
                 f'data.targets={config.targets!r} need records: set data.files or data.tfds'
             )
         return pydoc.open_source(config)
-    if test_files:
-        test = read_records('test', test_files)
-        check_files(parser, test)
-        open_test = functools.partial(open_files, test, parser)
-        description = source.description
-        if not source.files:
-            description = f'{len(test_files):,} text file(s) of the split test'
-        source = dataclasses.replace(source, open_test=open_test, description=description)
+    if files['test']:
+        check_files(parser, files['test'])
+        open_test = functools.partial(open_files, files['test'], parser)
+        source = dataclasses.replace(source, open_test=open_test)
     return source
 
 
-def files_source(
-    config,
-    train_files: Mapping[str, paths.FileStatus],
-    validation_files: Mapping[str, paths.FileStatus],
-    parser: LineParser,
-) -> Source:
+def files_source(config, files: Mapping[str, list[FileRecord]], parser: LineParser) -> Source:
     """Open files for training and files for validation; each may be none."""
-    if validation_files and not train_files and config.train_split != NO_SPLIT:
+    train = files['train']
+    validation = files['validation']
+    if validation and not train and config.train_split != NO_SPLIT:
         raise Refused(
             f'data.validation_files={config.validation_files!r} needs data.files: name both'
         )
-    train = read_records('train', train_files)
-    validation = read_records('validation', validation_files)
     check_disjoint(train, validation)
     check_files(parser, train + validation)
-    num_bytes = sum(record.num_bytes for record in train or validation)
+    counted = train or validation or files['test']
+    num_bytes = sum(record.num_bytes for record in counted)
     trained = open_files(train, parser)
     content: list = sorted(file.content for file in train + validation)
     if isinstance(trained, PlainFiles) and num_bytes <= MAX_SMALL_BYTES:
@@ -103,7 +97,7 @@ def files_source(
     if parser.delimiter:
         content.append(f'delimiter {parser.delimiter}')
     return Source(
-        description=f'{len(train or validation):,} text file(s), {num_bytes:,} bytes',
+        description=f'{len(counted):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
         fingerprint=digest(content),
         validation_fraction=config.validation_fraction,
@@ -298,10 +292,10 @@ def tfds_source_of(
     )
 
 
-def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.FileStatus]:
-    """Return the files that `patterns` names by their absolute paths, sorted, without empty ones."""
+def find_files(split: str, key: str, patterns: str, bad_lines: BadLines) -> list[FileRecord]:
+    """Return the files that `patterns` names, without empty ones."""
     if patterns == '':
-        return {}
+        return []
     found: dict[str, paths.FileStatus] = {}
     with named(key):
         for name in split_names(patterns) or [patterns]:
@@ -311,7 +305,7 @@ def find_files(key: str, patterns: str, bad_lines: BadLines) -> dict[str, paths.
         raise Refused(f'{key}={patterns!r} names no file with text: name another')
     for path in sorted(found.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
-    return not_empty
+    return read_records(split, not_empty)
 
 
 def split_names(patterns: str) -> list[str]:

@@ -13,27 +13,18 @@ import io
 import itertools
 import json
 import math
-import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from absl import logging
-
 from messages import Refused, first_ten, named
-from sources import BadLine, BadLines, Record, names_of_values, value_at
+from sources import BadLines, Record, names_of_values, value_at
 from sources.files import is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
 
 # A longer row of CSV has a quote that nobody closed.
 MAX_ROW_BYTES = 1 << 24
-# A field as csv.writer, pandas and Excel quote it.
-QUOTED = re.compile(r'"[^"]*(""[^"]*)*"')
-QUOTED_TSV = (
-    "a field is quoted, as csv.writer, pandas and Excel do, and TSV keeps its quotes: set data.delimiter='tab' "
-    'to read it by the rules of CSV'
-)
 
 
 class Number(float):
@@ -76,7 +67,6 @@ class LineParser:
         if self.templates and config.weight:
             keys.append('data.weight')
         self.remedy = f'correct {" or ".join(keys)}'  # if a record does not fill a slot
-        self.has_warned = False
         self._kinds: dict[str, str] = {}  # by file; every line asks for it
         self._headers: dict[str, list[str]] = {}
 
@@ -126,9 +116,6 @@ class LineParser:
         header: list[str] = []
         if kind in ('csv', 'tsv'):
             header = self.header(path)
-            if kind == 'tsv' and not self.has_warned and '"' in line and is_quoted(line):
-                self.has_warned = True
-                logging.warning(BadLine(path, position, QUOTED_TSV, kind).describe())
         found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
         if kind == 'jsonl':
             if self.whole_records and '\\u' in line:
@@ -206,15 +193,6 @@ def check_delimiter(config, files: Mapping[str, str]) -> None:
         raise Refused(
             f"data.delimiter={config.delimiter!r} is for tables, and {file} is not: set data.kind='csv'"
         )
-
-
-def is_quoted(line: str) -> bool:
-    """Return whether all quotes in a line of TSV are those of quoted fields."""
-    columns = [column.strip() for column in line.split('\t') if '"' in column]
-    # A newline in a field of the only column ends the line within its quotes.
-    if columns == [line.strip()] and QUOTED.fullmatch(f'{columns[0]}"'):
-        return True
-    return bool(columns) and all(map(QUOTED.fullmatch, columns))
 
 
 def decoded(content: bytes, where: str = '') -> str:

@@ -1,6 +1,5 @@
 """Plain files of lines, in blocks that are read in any order."""
 
-import bisect
 import concurrent.futures
 import io
 import os
@@ -52,7 +51,7 @@ class PlainFiles(Blocks):
             self.starts.append(starts)
             kind = parse.kind_of(file.path)
             if kind == 'text':
-                self.readers.append(TextReader(file.num_bytes, starts).lines)
+                self.readers.append(TextReader(file.num_bytes, self.block_bytes).lines)
             elif kind == 'csv':
                 self.readers.append(CsvReader(file.path, starts, file.num_bytes).lines)
             else:
@@ -150,68 +149,43 @@ class TextReader:
     every byte once.
     """
 
-    def __init__(self, num_bytes: int, starts: Sequence[int]):
+    def __init__(self, num_bytes: int, block_bytes: int):
         self.num_bytes = num_bytes
-        self.starts = starts  # the blocks'
-        # Whether a block begins inside a long line, as far as lines have been read.
-        self.begins_in_long_line = np.zeros(len(starts), bool)
+        self.block_bytes = block_bytes
 
     def lines(self, file: io.BufferedIOBase, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield (offset, line) of short lines of a block [start, end) and of parts of long ones."""
-        offset = start
-        is_long = False
-        if start > 0:
-            file.seek(start - 1)
-            if file.read(1) != b'\n':
-                line_end = self.end_of_short_line(file, start)
-                is_long = line_end is None
-                offset = line_end or self.cut_at(file, start)
+        offset = start_of_line(file, start)
+        is_long = offset is None  # also if only the rest of it is read
+        if offset is not None and offset < start:
+            file.seek(offset)
+            line = file.readline(sources.files.MAX_LINE_BYTES + 1)
+            is_long = len(line) > sources.files.MAX_LINE_BYTES
+            offset += len(line)  # a short line is read with the block that it starts in
+        if offset is None or is_long:
+            offset = self.cut_at(file, start)
         file.seek(offset)
         while offset < end:
-            if not is_long:
-                line = file.readline(sources.files.MAX_LINE_BYTES + 1)
-                if not line:
-                    return
-                is_long = self.is_long(line, offset)
-            if not is_long:
-                yield offset, line
-                offset += len(line)
-                continue
-            file.seek(offset)
-            line = file.readline(end - offset)
-            if not line.endswith(b'\n') and end < self.num_bytes:
-                line = line[: self.cut_at(file, end) - offset]
-            for part in cut(line):
+            line = file.readline(sources.files.MAX_LINE_BYTES + 1)
+            is_long |= len(line) > sources.files.MAX_LINE_BYTES
+            parts = [line]
+            if is_long:
+                file.seek(offset)
+                line = file.readline(end - offset)
+                if not line.endswith(b'\n') and end < self.num_bytes:
+                    line = line[: self.cut_at(file, end) - offset]
+                parts = list(cut(line))
+            for part in parts:
                 yield offset, part
                 offset += len(part)
             if not line.endswith(b'\n'):
                 return
             is_long = False
 
-    def end_of_short_line(self, file: io.BufferedIOBase, position: int) -> int | None:
-        """Return where the line at a block's first byte `position` ends; None if it is long."""
-        if self.begins_in_long_line[bisect.bisect_left(self.starts, position)]:
-            return None
-        start = start_of_line(file, position)
-        file.seek(position - sources.files.MAX_LINE_BYTES if start is None else start)
-        start = file.tell()
-        line = file.readline(sources.files.MAX_LINE_BYTES + 1)
-        return None if self.is_long(line, start) else start + len(line)
-
-    def is_long(self, line: bytes, start: int) -> bool:
-        """Return whether a line from `start` on is long, and note in which blocks it is."""
-        if len(line) <= sources.files.MAX_LINE_BYTES:
-            return False
-        first_block = bisect.bisect_right(self.starts, start)
-        end_block = bisect.bisect_left(self.starts, start + len(line))
-        self.begins_in_long_line[first_block:end_block] = True
-        return True
-
     def cut_at(self, file: io.BufferedIOBase, end: int) -> int:
         """Return where a long line that continues at `end`, the end of a block, is cut in the block."""
-        start = self.starts[bisect.bisect_left(self.starts, end) - 1]
-        file.seek(start)
-        block = file.read(end - start)
+        file.seek(end - self.block_bytes)
+        block = file.read(self.block_bytes)
         line = block[block.rfind(b'\n') + 1 :]
         return end - len(line) + cut_before(line + file.read(1), len(line))
 
@@ -253,7 +227,7 @@ class CsvReader:
 
 
 def start_of_line(file: io.BufferedIOBase, position: int) -> int | None:
-    """Return the start of the line that continues at `position`; None if too far before."""
+    """Return the start of the line that has or begins at `position`; None if too far before."""
     for look_back in (1 << 12, 1 << 16, sources.files.MAX_LINE_BYTES):
         width = min(look_back, position, sources.files.MAX_LINE_BYTES)
         file.seek(position - width)

@@ -305,8 +305,8 @@ class ArrayRecords(TfdsRecords):
             try:
                 yield StoredRecord(run.path, i, self.read_record(run, i))
             except RuntimeError as error:
-                fault = f'it is damaged ({first_line(error)}): copy the file again'
-                yield StoredRecord(run.path, i, fault=fault)
+                fault = Refused(f'it is damaged ({first_line(error)}): copy the file again')
+                yield StoredRecord(run.path, i, fault)
 
     def read_record(self, run: Run, i: int) -> bytes:
         """Return record number `i` of a file. Raises RuntimeError for a damaged one."""

@@ -29,8 +29,7 @@ class StoredRecord(NamedTuple):
 
     path: str
     position: int  # offset in bytes, in ArrayRecord the number of the record
-    content: bytes = b''
-    fault: str = ''
+    content: bytes | Refused
 
 
 def record_offsets(path: str | Path) -> np.ndarray:
@@ -101,16 +100,15 @@ class StoredRecords(Blocks):
     def parse(self, content: bytes) -> dict | None:
         """Return the fields of a record; None for a blank one. Raises Refused for a bad one."""
 
+    def fields_of(self, content: bytes | Refused) -> dict | None:
+        if isinstance(content, Refused):
+            raise content
+        return self.parse(content)
+
     def read(self, block: int) -> list[Record | None]:
         records = []
-        for path, position, content, fault in self.stored(block):
-            record = None
-            if fault:
-                self.bad_lines.num_read += 1
-                self.bad_lines.add(path, position, fault)
-            else:
-                record = self.bad_lines.record(path, position, self.parse, content)
-            records.append(record)
+        for path, position, content in self.stored(block):
+            records.append(self.bad_lines.record(path, position, self.fields_of, content))
         return records
 
 
@@ -150,8 +148,8 @@ class ByteRanges(StoredRecords):
                 file.seek(offset)
                 try:
                     content = read_record(file, path) or b''
-                except Refused as error:
-                    yield StoredRecord(path, offset, fault=str(error))
+                except Refused as fault:
+                    yield StoredRecord(path, offset, fault)
                     offset = find_record(file, offset + 1, end)
                 else:
                     yield StoredRecord(path, offset, content)
@@ -160,8 +158,8 @@ class ByteRanges(StoredRecords):
                 file.seek(offset)
                 try:
                     length_in(file.read(HEADER_BYTES), path, offset)
-                except Refused as error:
-                    yield StoredRecord(path, offset, fault=str(error))
+                except Refused as fault:
+                    yield StoredRecord(path, offset, fault)
 
 
 def length_in(header: bytes, path: str | Path, offset: int) -> int:

@@ -25,8 +25,7 @@ from messages import Refused
 
 Values = dict[str, float]
 Metric = Callable[..., Mapping[str, float]]
-
-NUM_BOOTSTRAP_SAMPLES = 1000  # as in rouge_score
+References = str | Sequence[str]  # right answers: one, or several
 
 ENGLISH_ARTICLES = r'\b(a|an|the)\b'
 # MLQA's rules. The Arabic article is a prefix, which goes wherever its letters stand, as there.
@@ -64,26 +63,26 @@ def bleu(
 
 
 def bleu_of_references(
-    targets: Sequence[Sequence[str]], predictions: Sequence[str], tokenizer: str = 'intl'
+    targets: Sequence[References], predictions: Sequence[str], tokenizer: str = 'intl'
 ) -> Values:
     """Return `bleu` of predictions that have some references each, as many as there are."""
-    return bleu(list(itertools.zip_longest(*targets)), predictions, tokenizer)
+    references = reference_lists(targets)
+    return bleu(list(itertools.zip_longest(*references)), predictions, tokenizer)
 
 
 def rouge(
-    targets: Sequence[str] | Sequence[Sequence[str]],
+    targets: Sequence[References],
     predictions: Sequence[str],
     score_keys: Sequence[str] = ('rouge1', 'rouge2', 'rougeLsum'),
-    bootstrap_seed: int | None = None,
     tokenizer: str = '',
 ) -> Values:
     """Return the mean F1 of each score: 'rouge1' to 'rouge9', 'rougeL', 'rougeLsum'.
 
     Tokens are not stemmed. They are runs of a-z and 0-9, as in T5, so a text without them scores 0;
     with a `tokenizer`, see `bleu`, they are sacrebleu's, in lower case. A sentence ends at a newline,
-    and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`. With `bootstrap_seed` a value is
-    T5's `rouge`: the median of the means of 1,000 resamples. A target may be a list of references: the F1
-    of the best one counts, as in rouge_score's `score_multi`. Source: Lin 2004; rouge_score 0.1.2.
+    and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`, and not the median of a bootstrap. A
+    target may be a list of references: the F1 of the best one counts, as in rouge_score's `score_multi`.
+    Source: Lin 2004; rouge_score 0.1.2.
     """
     tokenize = BLEU(tokenize=tokenizer).tokenizer if tokenizer else None
 
@@ -94,23 +93,14 @@ def rouge(
         return [tokenize(line).split() for line in lines]
 
     examples = []
-    for target, prediction in paired(targets, predictions):
-        references = [target] if isinstance(target, str) else target
+    for references, prediction in paired(reference_lists(targets), predictions):
         examples.append((list(map(sentences_of, references)), sentences_of(prediction)))
     values = {}
     for key in score_keys:
         f1 = []
         for of_references, prediction in examples:
             f1.append(max(rouge_f1(key, target, prediction) for target in of_references))
-        if bootstrap_seed is None:
-            values[key] = mean_percent(f1)
-            continue
-        generator = np.random.default_rng(bootstrap_seed)
-        array = np.array(f1)
-        means = []
-        for _ in range(NUM_BOOTSTRAP_SAMPLES):
-            means.append(generator.choice(array, len(f1)).mean())
-        values[key] = 100 * float(np.median(means))
+        values[key] = mean_percent(f1)
     return values
 
 
@@ -186,7 +176,7 @@ def common_lengths(target: list[str], prediction: list[str]) -> np.ndarray:
 # Question answering.
 
 
-def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+def squad(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'}: exact match and F1 of words, the best over the answers of a question.
 
     `targets`: the answers of each question. Without a common word F1 is 0, so a prediction that is
@@ -195,7 +185,7 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Value
     return answer_scores(targets, predictions, normalize_squad)
 
 
-def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+def squad_v2(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'} of SQuAD 2.0, where some questions have no answer.
 
     `targets`: the answers of each question, [''] for one without. There an empty prediction is right
@@ -203,10 +193,9 @@ def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Va
     'em_without_answer' are of each kind alone. Source: SQuAD's evaluate-v2.0.py, where these are
     'exact', 'f1', 'HasAns_exact', 'HasAns_f1' and 'NoAns_exact'.
     """
-    check_answers(targets)
     exact_matches = []
     f1 = []
-    for answers, prediction in paired(targets, predictions):
+    for answers, prediction in paired(reference_lists(targets), predictions):
         words = normalize_squad(prediction).split()
         words_of_answers = [normalize_squad(answer).split() for answer in answers]
         # An answer without a word, such as 'the', counts only if all are.
@@ -216,7 +205,7 @@ def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Va
         exact_matches.append(is_exact)
         f1.append(max(float(is_exact), *overlaps))
     values = {'em': mean_percent(exact_matches), 'f1': mean_percent(f1)}
-    has_answer = np.array([any(answers) for answers in targets])
+    has_answer = np.array(list(map(any, reference_lists(targets))))
     if has_answer.any() and not has_answer.all():
         values['em_with_answer'] = mean_percent(np.array(exact_matches)[has_answer])
         values['f1_with_answer'] = mean_percent(np.array(f1)[has_answer])
@@ -224,12 +213,12 @@ def squad_v2(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Va
     return values
 
 
-def trivia_qa(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+def trivia_qa(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'} as `squad`, with TriviaQA's normalization: punctuation becomes a space."""
     return answer_scores(targets, predictions, normalize_trivia_qa)
 
 
-def mlqa(targets: Sequence[Sequence[str]], predictions: Sequence[str], lang: str) -> Values:
+def mlqa(targets: Sequence[References], predictions: Sequence[str], lang: str) -> Values:
     """Return {'em', 'f1'} as `squad`, with the punctuation, articles and words of a language.
 
     Source: multilingual_t5/evaluation/metrics.py; Lewis et al. 2019 (MLQA).
@@ -243,10 +232,9 @@ def answer_scores(
     normalize: Callable[[str], str],
 ) -> Values:
     """Return {'em', 'f1'} of normalized texts, the best over the answers of each question."""
-    check_answers(targets)
     exact_matches = []
     f1 = []
-    for answers, prediction in paired(targets, predictions):
+    for answers, prediction in paired(reference_lists(targets), predictions):
         prediction = normalize(prediction)
         answers = [normalize(answer) for answer in answers]
         exact_matches.append(prediction in answers)
@@ -354,26 +342,24 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
     return {'cer': num_edits / sum(map(len, targets))}
 
 
-def word_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+def word_error(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'word_error'}: the percentage of predictions that are none of their references.
 
     `targets`: the references of each prediction, such as all pronunciations of a word.
     """
-    check_answers(targets)
-    pairs = paired(targets, predictions)
+    pairs = paired(reference_lists(targets), predictions)
     return {'word_error': mean_percent([prediction not in target for target, prediction in pairs])}
 
 
-def phoneme_error(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+def phoneme_error(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'phoneme_error'}: edits in percent of the phonemes, both summed over the corpus.
 
     `targets`: the references of each prediction. The nearest one counts, of equally near ones the
     first. Phonemes are separated by spaces.
     """
-    check_answers(targets)
     num_edits = 0
     num_phonemes = 0
-    for references, prediction in paired(targets, predictions):
+    for references, prediction in paired(reference_lists(targets), predictions):
         phonemes = [reference.split() for reference in references]
         distances = [levenshtein(reference, prediction.split()) for reference in phonemes]
         nearest = int(np.argmin(distances))
@@ -433,9 +419,9 @@ def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values
     return {'accuracy': mean_percent(is_equal)}
 
 
-def accuracy_of_references(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> Values:
+def accuracy_of_references(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return the percentage of predictions that are one of their references."""
-    pairs = paired(targets, predictions)
+    pairs = paired(reference_lists(targets), predictions)
     return {'accuracy': mean_percent([prediction in target for target, prediction in pairs])}
 
 
@@ -698,8 +684,9 @@ def mean_percent(values: Sequence[float] | np.ndarray) -> float:
     return 100 * float(np.mean(values))
 
 
-def check_answers(targets: Sequence[object]) -> None:
-    assert not any(isinstance(answers, str) for answers in targets), 'a target must be [text]'
+def reference_lists(targets: Sequence[References]) -> list[Sequence[str]]:
+    """Return the references of each target; a text is its only one."""
+    return [[target] if isinstance(target, str) else target for target in targets]
 
 
 def check_labels(targets: Sequence[object], predictions: Sequence[object]) -> None:

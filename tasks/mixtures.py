@@ -80,12 +80,8 @@ class Task:
         )
         has_two = templates and self.preprocess_fn is not None
         assert not has_two, f'task {self.name!r} has preprocess_fn and targets: leave one out'
-        # A function that takes other arguments raises Python's TypeError here, not at its first record.
+        # A metric with other arguments raises Python's TypeError here, not at the first evaluation.
         with noting(f'task {self.name}'):
-            if self.preprocess_fn is not None:
-                inspect.signature(self.preprocess_fn).bind('record')
-            if self.postprocess_fn is not None:
-                inspect.signature(self.postprocess_fn).bind('text', 'example', 'is_target')
             for metric_fn in self.metric_fns:
                 inspect.signature(metric_fn).bind('targets', 'predictions')
 
@@ -237,11 +233,20 @@ class Mixture:
     def __post_init__(self):
         check_name(self.name)
         names = [name_of(member) for member in self.members]
-        is_set = names and len(set(names)) == len(names)
-        assert is_set, f'mixture {self.name!r} has members={names!r:.60}: name some, each once'
+        is_set = names and len(set(names)) == len(names) and self.name not in names
+        assert is_set, f'mixture {self.name!r} has members={names!r:.60}: name others, each once'
         for member, rate in self.members.items():
             if not callable(rate):
                 self._check_rate(name_of(member), rate)
+
+    def with_members(
+        self, replace: 'Callable[[str | Task | Mixture], Task | Mixture]'
+    ) -> 'Mixture':
+        """Return a mixture of what `replace` returns for each member, at the same rates."""
+        members: dict[str | Task | Mixture, Rate] = {}
+        for member, rate in self.members.items():
+            members[replace(member)] = rate
+        return Mixture(self.name, members)
 
     @property
     def tasks(self) -> dict[str, Task]:

@@ -8,50 +8,34 @@ from collections.abc import Callable
 
 import user_code
 from messages import Refused
-from tasks.mixtures import Mixture, Rate, Task
+from tasks.mixtures import Mixture, Task
 from tasks.objectives import OBJECTIVES
 from tasks.t5 import table
 
 
 def look_up(
-    name: str,
-    module: str,
-    is_cached: Callable[[str], object] = lambda name: False,
-    parents: tuple[str, ...] = (),
+    name: str, module: str, is_cached: Callable[[str], object] = lambda name: False
 ) -> Task | Mixture | None:
     """Return the task or mixture of a name, its members looked up as well; None if there is none.
 
-    `module`: data.module. `is_cached`: tells whether there is a task cache of a name. `parents`: the
-    mixtures that it is in. Raises Refused for a member that does not exist.
+    `module`: data.module. `is_cached`: tells whether there is a task cache of a name. Raises Refused for
+    a member that does not exist.
     """
-    found = own_tasks(module).get(name) or table().get(name)
-    if isinstance(found, Mixture):
-        return with_members(found, module, is_cached, parents)
-    if found is None and name in OBJECTIVES:
-        return Task(name, objective=name)
-    if found is None and is_cached(name):
-        return Task(name)
-    return found
 
-
-def with_members(
-    mixture: Mixture, module: str, is_cached: Callable[[str], object], parents: tuple[str, ...]
-) -> Mixture:
-    """Return a mixture whose members are looked up."""
-    chain = ' > '.join([*parents, mixture.name])
-    assert mixture.name not in parents, f'mixture {mixture.name!r} is in itself: {chain}'
-    parents = (*parents, mixture.name)
-    members: dict[str | Task | Mixture, Rate] = {}
-    for member, rate in mixture.members.items():
-        if isinstance(member, str):
-            found = look_up(member, module, is_cached, parents)
+    def with_members(row: str | Task | Mixture) -> Task | Mixture:
+        if isinstance(row, str):
+            found = look_up(row, module, is_cached)
             if found is None:
-                raise unknown(member, module, f'task {member!r} of data.task={parents[0]!r}')
-            member = found
-        elif isinstance(member, Mixture):
-            member = with_members(member, module, is_cached, parents)
-        members[member] = rate
-    return Mixture(mixture.name, members)
+                raise unknown(row, module, f'task {row!r} of data.task={name!r}')
+            return found
+        return row.with_members(with_members) if isinstance(row, Mixture) else row
+
+    found = own_tasks(module).get(name) or table().get(name)
+    if found is not None:
+        return with_members(found)
+    if name in OBJECTIVES:
+        return Task(name, objective=name)
+    return Task(name) if is_cached(name) else None
 
 
 def own_tasks(module: str) -> dict[str, Task | Mixture]:

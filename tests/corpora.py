@@ -15,7 +15,7 @@ import tasks
 import tasks.open
 from configs import base
 from configs import check as settings
-from stream import OpenMixture, Stream
+from stream import OpenMixture, OpenTask, Stream
 
 # The output of SeqIO b898b9f and t5 e081111 for the same texts, and SeqIO's test model.
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'seqio_t5'
@@ -81,7 +81,7 @@ def source_of(documents, validation_fraction=0.0):
 def mixture_of(source, config):
     """The task of the settings as a mixture of one, with a source that is already open."""
     task = tasks.open.find(config)
-    return OpenMixture(task.name, (tasks.open.opened_task(task, source),), source.fingerprint)
+    return OpenMixture(task.name, (OpenTask(task, source),), source.fingerprint)
 
 
 def stream_of(source, split, vocabulary, config, batch_size, seed, rows=None, num_epochs=None):

@@ -44,45 +44,64 @@ def features_of(tfds):
     }
 
 
-def prepare(root, file_format='array_record', version='1.0.0', features_of=features_of):
-    """Prepare two data sets with TFDS: made_up, and made_up_translate with a config."""
+def prepare(root, file_format='array_record', features_of=features_of):
+    """Prepare two data sets: made_up, and made_up_translate with a config."""
     import tensorflow_datasets as tfds
 
-    class MadeUp(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    features = features_of(tfds)
+    splits = {}
+    for split, size in SIZES.items():
+        splits[split] = [{name: example(split, i)[name] for name in features} for i in range(size)]
+    options = {'file_format': file_format, 'num_shards': NUM_SHARDS}
+    prepare_data_set(root, 'made_up:1.0.0', splits, features=features, **options)
+    translations = {'train': [example('train', i)['translation'] for i in range(5)]}
+    prepare_data_set(root, 'made_up_translate/de-en:1.0.0', translations, **options)
+
+
+def prepare_data_set(
+    root, data_set, splits, features=None, file_format='array_record', num_shards=None
+):
+    """Prepare NAME[/CONFIG]:VERSION with the records of each split, {split: records}."""
+    import tensorflow_datasets as tfds
+
+    full_name, _, version = data_set.partition(':')
+    builder_name, _, config_name = full_name.partition('/')
+    if features is None:
+        features = feature_of(tfds, next(iter(splits.values()))[0])
+
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        name = builder_name
         VERSION = tfds.core.Version(version)
-        name = 'made_up'
+        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config_name)] if config_name else []
 
         def _info(self):
-            features = tfds.features.FeaturesDict(features_of(tfds))
-            return tfds.core.DatasetInfo(builder=self, features=features)
+            found = features
+            if isinstance(found, dict):
+                found = tfds.features.FeaturesDict(found)
+            return tfds.core.DatasetInfo(builder=self, features=found)
 
         def _split_generators(self, dl_manager):
-            return {split: self._generate_examples(split) for split in SIZES}
-
-        def _generate_examples(self, split):
-            for i in range(SIZES[split]):
-                yield i, {name: example(split, i)[name] for name in features_of(tfds)}
-
-    class MadeUpTranslate(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version(version)
-        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name='de-en')]
-        name = 'made_up_translate'
-
-        def _info(self):
-            features = tfds.features.Translation(languages=['de', 'en'])
-            return tfds.core.DatasetInfo(builder=self, features=features)
-
-        def _split_generators(self, dl_manager):
-            return {'train': self._generate_examples()}
+            return {split: enumerate(records) for split, records in splits.items()}
 
         def _generate_examples(self):
-            for i in range(5):
-                yield i, example('train', i)['translation']
+            raise AssertionError('the splits are records')
 
-    config = tfds.download.DownloadConfig(num_shards=NUM_SHARDS)
-    for builder in (MadeUp, MadeUpTranslate):
-        made = builder(data_dir=root, file_format=file_format)
-        made.download_and_prepare(download_config=config)
+    config = tfds.download.DownloadConfig(num_shards=num_shards)
+    Builder(data_dir=root, file_format=file_format).download_and_prepare(download_config=config)
+
+
+def feature_of(tfds, value):
+    """Return the feature of a value of a record."""
+    if isinstance(value, dict):
+        features = {name: feature_of(tfds, x) for name, x in value.items()}
+        if all(isinstance(x, list) for x in value.values()):
+            return tfds.features.Sequence({name: x.feature for name, x in features.items()})
+        return tfds.features.FeaturesDict(features)
+    if isinstance(value, list):
+        return tfds.features.Sequence(feature_of(tfds, value[0]))
+    if isinstance(value, str):
+        return tfds.features.Text()
+    return tfds.features.Scalar(np.float32 if isinstance(value, float) else np.int64)
 
 
 def copy_as_tfrecord(folder, new):
@@ -116,38 +135,18 @@ SIZES_OF_GLUE = {
 }
 
 
-def prepare_glue(root, version):
+def prepare_glue(root):
     """Prepare three data sets of GLUE, as TFDS names their splits and fields."""
-    import tensorflow_datasets as tfds
-
-    class Glue(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version(version)
-        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=name) for name in SIZES_OF_GLUE]
-        name = 'glue'
-
-        def _info(self):
-            features = {name: tfds.features.Text() for name in self.text_fields()}
-            classes = ['a', 'b'] if self.builder_config.name == 'cola' else ['a', 'b', 'c']
-            features['label'] = tfds.features.ClassLabel(names=classes)
-            features['idx'] = np.int32
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        def text_fields(self):
-            return ['sentence'] if self.builder_config.name == 'cola' else ['premise', 'hypothesis']
-
-        def _split_generators(self, dl_manager):
-            sizes = SIZES_OF_GLUE[self.builder_config.name]
-            return {split: self._generate_examples(split, sizes[split]) for split in sizes}
-
-        def _generate_examples(self, split, size):
+    for config, sizes in SIZES_OF_GLUE.items():
+        fields = ['sentence'] if config == 'cola' else ['premise', 'hypothesis']
+        splits = {}
+        for split, size in sizes.items():
+            records = []
             for i in range(size):
-                texts = {name: f'{split} {name} {i} ' for name in self.text_fields()}
-                yield i, texts | {'label': -1 if split == 'test' else i % 2, 'idx': i}
-
-    for name in SIZES_OF_GLUE:
-        Glue(data_dir=root, config=name, file_format='array_record').download_and_prepare()
+                texts = {name: f'{split} {name} {i} ' for name in fields}
+                records.append(texts | {'label': -1 if split == 'test' else i % 2, 'idx': i})
+            splits[split] = records
+        prepare_data_set(root, f'glue/{config}:1.0.0', splits)
 
 
 def cached_examples(split):

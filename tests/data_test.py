@@ -608,8 +608,9 @@ def test_an_objective_that_makes_no_example_is_refused(tmp_path):
         files=f'{tmp_path}/a.jsonl', inputs='{inputs}', targets='{targets}', task='text_to_text'
     )
     mixture = tasks.open.open_mixture(config)
-    [task] = mixture.tasks
-    mixture = dataclasses.replace(mixture, tasks=(task._replace(open_objective=NoExamples),))
+    [opened] = mixture.tasks
+    task = dataclasses.replace(opened.task, objective=NoExamples)
+    mixture = dataclasses.replace(mixture, tasks=(opened._replace(task=task),))
     with pytest.raises(Refused, match="split 'train'"):
         Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, batch_size=2, seed=0)
 

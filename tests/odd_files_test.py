@@ -203,22 +203,6 @@ def test_another_delimiter_is_another_text(tmp_path):
     assert len(set(fingerprints[:3])) == 3 and len(set(fingerprints[2:])) == 1
 
 
-def test_quotes_in_tsv(tmp_path, caplog):
-    """They stay in the text, and the first line with quoted fields is named once."""
-    for line in ('"Say ""hi"""\ta', 'q\t"1,000"', '"q"\t"a"\r\n', '""\ta', '"two', '"one, two"'):
-        assert sources.tables.is_quoted(line), line
-    for line in ('say "hi"', 'q\ta', '"who\ta', '"a" and "b"\ta', '"a"\t6"', "q\t''a''"):
-        assert not sources.tables.is_quoted(line), line
-    rows = [NAMES, *[[f'q{i}', 'a'] for i in range(9)], ['Say "hi"', 'a'], ['"', 'b']]
-    path = write(tmp_path, 'a.tsv', table_of(rows, dialect='excel-tab'))
-    for read in (train, infer):
-        caplog.clear()
-        pairs = read(path, **QA)
-        assert ('"Say ""hi"""', 'a') in pairs and ('""""', 'b') in pairs
-        [warning] = [record.getMessage() for record in caplog.records]
-        assert f'line 11 of {path}' in warning
-
-
 def test_the_rows_of_random_blocks(tmp_path, monkeypatch):
     """Each row is in one block, however quotes and line ends lie; a row that is too long counts as its lines."""
     answers = ['a', 'b\nc', '"', '\n\n', 'd,"\n"']

@@ -4,6 +4,7 @@ import csv
 import json
 import pathlib
 
+import data_sets
 import numpy as np
 
 import tasks
@@ -26,15 +27,18 @@ ANSWERS = ['Oslo', '', 'Köln']  # the second question counts as one without an 
 def prepare_tfds(folder: pathlib.Path, names: list[str]) -> None:
     """Prepare the data sets of tasks, with the splits that these tasks read."""
     records = records_of_tasks()
-    data_sets: dict[str, list] = {}
+    records_of_data_set: dict[str, list] = {}
     splits: dict[str, set] = {}
     for name in names:
         task = tasks.get(name)
-        data_sets[task.tfds] = records[name]
+        records_of_data_set[task.tfds] = records[name]
         of_task = {task.train_split or 'train', task.validation_split or 'validation'}
         splits.setdefault(task.tfds, set()).update(of_task - {NO_SPLIT})
-    for data_set in data_sets:
-        prepare_data_set(folder, data_set, sorted(splits[data_set]), data_sets[data_set])
+    for data_set, of_tasks in records_of_data_set.items():
+        some = [of_tasks[i % len(of_tasks)] for i in range(NUM_RECORDS)]
+        records_of_split = dict.fromkeys(sorted(splits[data_set]), some)
+        if records_of_split:  # some have the split test alone
+            data_sets.prepare_data_set(folder, data_set, records_of_split)
 
 
 def records_of_tasks() -> dict[str, list[dict]]:
@@ -46,46 +50,6 @@ def records_of_tasks() -> dict[str, list[dict]]:
     for i, label in enumerate([0.0, 2.5, 5.0]):  # a correlation needs several
         records['glue_stsb_v002'].append(records['glue_stsb_v002'][0] | {'label': label, 'idx': i})
     return records
-
-
-def prepare_data_set(folder, data_set: str, splits: list[str], records: list[dict]) -> None:
-    """Prepare NAME[/CONFIG]:VERSION with NUM_RECORDS records in each split."""
-    import tensorflow_datasets as tfds
-
-    full_name, _, version = data_set.partition(':')
-    builder_name, _, config_name = full_name.partition('/')
-
-    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        name = builder_name
-        VERSION = tfds.core.Version(version)
-        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config_name)] if config_name else []
-
-        def _info(self):
-            features = feature_of(tfds, records[0])
-            return tfds.core.DatasetInfo(builder=self, features=features)
-
-        def _split_generators(self, dl_manager):
-            return {split: self._generate_examples() for split in splits}
-
-        def _generate_examples(self):
-            for i in range(NUM_RECORDS):
-                yield i, records[i % len(records)]
-
-    Builder(data_dir=folder, file_format='array_record').download_and_prepare()
-
-
-def feature_of(tfds, value):
-    """Return the feature of a value of a record."""
-    if isinstance(value, dict):
-        features = {name: feature_of(tfds, x) for name, x in value.items()}
-        if all(isinstance(x, list) for x in value.values()):
-            return tfds.features.Sequence({name: x.feature for name, x in features.items()})
-        return tfds.features.FeaturesDict(features)
-    if isinstance(value, list):
-        return tfds.features.Sequence(feature_of(tfds, value[0]))
-    if isinstance(value, str):
-        return tfds.features.Text()
-    return tfds.features.Scalar(np.float32 if isinstance(value, float) else np.int64)
 
 
 # P3.

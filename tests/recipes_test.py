@@ -103,32 +103,12 @@ def test_empty_answers_are_refused_where_nobody_expects_them(tmp_path, uninterru
         run_recipe(config, uninterrupted, tmp_path / 'run')
 
 
-WRONG_METRICS = [
-    {'metrics': 'em'},
-    {'metrics': 'squad', 'task': 'squad_v010'},
-    {'metrics': 'rouge', 'task': 'lm'},
-    {'metrics': 'rouge', 'task': 'all_equal'},
-]
-
-
-@pytest.mark.parametrize('changes', WRONG_METRICS)
-def test_metrics_that_are_none(changes):
-    config = config_of('squad').data
-    config.update(changes)
-    if changes['metrics'] == 'em':
-        config.update(task='text_to_text', inputs='{a}', targets='{b}')
-    with pytest.raises(ValueError, match='data.metrics'):
-        tasks.open.find(config)
-
-
 def test_a_cached_task_has_metrics_too(tmp_path):
     example = recipe_data.p3_example('Where is Ada?', 'Oslo', choices=['Oslo'])
     recipe_data.write_split(tmp_path / 'qa', 'train', [example])
     (tmp_path / 'qa' / 'COMPLETED').touch()
     config = config_of('squad', task='qa', cache_dirs=str(tmp_path), metrics='squad, rouge').data
-    assert tasks.open.find(config).metric_fns == [tasks.open.squad_of_one_answer, metrics.rouge]
-    questions = {'targets': ['Oslo', ''], 'predictions': ['in Oslo', '']}
-    assert tasks.open.squad_of_one_answer(**questions)['f1'] == pytest.approx(100 * (2 / 3 + 1) / 2)
+    assert tasks.open.find(config).metric_fns == [metrics.squad_v2, metrics.rouge]
 
 
 # The others.
@@ -267,13 +247,3 @@ def step_shapes(config):
 def test_a_step_of_full_size(recipe):
     shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), x) for x in step_shapes(recipe_of(recipe))]
     assert shapes[0] == shapes[1]
-
-
-@pytest.mark.slow
-def test_a_step_of_full_width():
-    """One layer of the model."""
-    config = recipe_of('t0:11b')
-    config.model.num_encoder_layers = 1
-    config.model.num_decoder_layers = 1
-    before, after = step_shapes(config)
-    assert after.params.keys() == before.params.keys()

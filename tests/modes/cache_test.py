@@ -26,7 +26,7 @@ from messages import Refused
 from modes import cache, command_line, errors
 from run.lock import alone_in
 from sources import cache as task_cache
-from stream import Stream
+from stream import Stream, TokenizedTask
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_ROWS = 60
@@ -325,7 +325,8 @@ def test_parts_may_begin_and_end_at_the_same_moment(tmp_path, expected):
     """All write the same files about the whole cache."""
     config = cache_config(tmp_path, task='my:sums', use_cached='no')
     vocabulary = vocabularies.ByteVocabulary(100)
-    task = cache.open_task(tasks.open.find(config), config, vocabulary)
+    opened = tasks.open.open_task(tasks.open.find(config), config)
+    task = TokenizedTask(opened, config, vocabulary)
     for number in range(4):
         folder = tmp_path / f'{number}'
         barrier = threading.Barrier(4)

@@ -292,17 +292,6 @@ def test_names_of_files(tmp_path, monkeypatch):
         assert [text for _, text in documents_of(source)] == [text.strip()], name
 
 
-def test_extensions_in_any_case(tmp_path):
-    content = b'{"text": "first"}\n{"text": "second"}\n{}\n'
-    for name in ('a.JSONL', 'a.Json', 'a.ndjson', 'a.NDJSON.gz', 'a.json.GZ'):
-        path = tmp_path / name
-        path.write_bytes(gzip.compress(content) if name.lower().endswith('gz') else content)
-        source = sources.open.open_source(make_config(files=str(path), on_bad_line='skip'))
-        found = sum(epoch_documents(source), [])
-        assert sorted(text for _, text in found) == ['first', 'second']
-        assert 'line 3 of' in source.faults()[0][0]
-
-
 def test_json_in_a_text_file_is_told(tmp_path, caplog):
     contents = {b'\n{"text": "a"}\n\n{"text": "b"}': True, b'{}\n' * 20 + b'words\n': True}
     contents |= dict.fromkeys([b'{"text": "a"}\nwords\n', b'[1]\n2\n', b'{"a": ' * 100_000], False)
@@ -320,9 +309,9 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
     (tmp_path / 'folder').mkdir()
     (tmp_path / 'a.txt').write_text('some words')
     (tmp_path / 'soft.txt').symlink_to('a.txt')
-    os.link(tmp_path / 'a.txt', tmp_path / 'hard.jsonl')
+    os.link(tmp_path / 'a.txt', tmp_path / 'hard.txt')
     shutil.copy(tmp_path / 'a.txt', tmp_path / 'copy.txt')
-    for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.jsonl', 'copy.txt'):
+    for name in ('./a.txt', 'folder/../a.txt', 'soft.txt', 'hard.txt', 'copy.txt'):
         with pytest.raises(Refused, match=f'a.txt .*{name[-5:]}'):
             sources.open.open_source(make_config(files='a.txt', validation_files=name))
 

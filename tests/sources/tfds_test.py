@@ -25,7 +25,6 @@ from messages import Refused
 from prepare import prepare as prepare_run
 from sources import tfds as tfds_source
 from sources.tables import LineParser
-from stream import Stream
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXPRESSIONS = [
@@ -266,12 +265,12 @@ def copy_as_c4(root, new, version):
 
 @pytest.fixture(scope='session')
 def glue(make_once):
-    return make_once('glue', lambda folder: prepare_glue(folder, '1.0.0'))
+    return make_once('glue', prepare_glue)
 
 
 def open_task(root, name, **changes):
     config = corpora.make_config(task=name, tfds_dir=str(root), **changes)
-    return tasks.open.open_task(tasks.open.find(config), config)
+    return tasks.open.open_task(tasks.open.find(config), config).source
 
 
 def sizes_of(source):
@@ -293,17 +292,6 @@ def test_a_named_task_reads_its_splits_and_holds_nothing_out(glue):
     assert sizes_of(source) == {'train': 20, 'validation': 10, 'test': 4}
     source = open_task(glue, 'glue_mnli_v002', validation_split='validation_matched')
     assert sizes_of(source) == {'train': 20, 'validation': 5}
-
-
-def test_a_task_is_trained_on_its_splits(glue):
-    config = corpora.make_config(task='glue_cola_v002', tfds_dir=str(glue))
-    mixture = tasks.open.open_mixture(config)
-    vocabulary = vocabularies.ByteVocabulary()
-    for split in ('train', 'validation'):
-        stream = Stream(mixture, split, vocabulary, config, 3, seed=0, num_epochs=1)
-        texts = [text for text in texts_of(stream, 'encoder_input_tokens') if text]
-        size = SIZES_OF_GLUE['cola'][split]
-        assert sorted(texts) == sorted(f'cola sentence: {split} sentence {i} ' for i in range(size))
 
 
 def test_a_mixture_trains_on_tasks_that_have_records_and_a_rate(glue, tmp_path):
@@ -359,14 +347,10 @@ WRONG = [
     ({'tfds': 'made'}, 'made_up:1.0.0, made_up_translate/de-en:1.0.0'),
     ({'tfds': ','}, "data.tfds=','"),
     ({'tfds': 'made_up:2.0.0'}, "data.tfds='made_up:2.0.0'"),
-    ({'tfds': 'made_up:new'}, "data.tfds='made_up:new'"),
-    ({'tfds': 'made_up/1.0.0'}, "data.tfds='made_up/1.0.0'"),
     ({'tfds': '../made_up'}, "data.tfds='../made_up'"),
     ({'tfds': 'made_up_translate'}, 'made_up_translate/de-en:1.0.0'),
-    ({'tfds_dir': '/nowhere'}, '/nowhere'),
     ({'train_split': 'trian'}, "data.train_split='trian'"),
     ({'train_split': 'train[:x]'}, "data.train_split='train[:x]'"),
-    ({'train_split': 'train[5:5]'}, "data.train_split='train[5:5]'"),
     ({'validation_split': 'dev'}, "data.validation_split='dev'"),
     ({'validation_split': 'train[99%:]'}, 'data.validation_split'),
     ({'text_field': 'content'}, "'content'"),

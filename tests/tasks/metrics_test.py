@@ -9,11 +9,9 @@ to make it again, call the original with them (t5's rouge_mean for `rouge`). Non
 
 import functools
 import inspect
-import itertools
 import json
 import math
 import pathlib
-import types
 
 import numpy as np
 import pytest
@@ -128,24 +126,7 @@ def test_rouge_of_t5s_summaries():
     targets = read_lines('target_large.txt')
     predictions = read_lines('prediction_large.txt')
     expected = json.loads('\n'.join(read_lines('expected_bootstrap_results.json')))
-    mean = metrics.rouge(targets, predictions)
-    assert mean == pytest.approx(expected, abs=0.1)
-    bootstrap = metrics.rouge(targets, predictions, bootstrap_seed=0)
-    assert bootstrap == pytest.approx(mean, abs=0.1) and bootstrap != mean
-
-
-def test_rouge_by_hand():
-    target = 'the cat sat\non the mat'
-    prediction = 'on the mat sat the cat'
-    keys = ('rouge1', 'rouge2', 'rouge9', 'rougeL', 'rougeLsum')
-    found = metrics.rouge([target], [prediction], score_keys=keys)
-    assert found == {
-        'rouge1': 100.0,
-        'rouge2': pytest.approx(100 * 3 / 5),  # the cat, on the, the mat
-        'rouge9': 0.0,  # neither has 9 words
-        'rougeL': pytest.approx(100 * 3 / 6),  # on the mat
-        'rougeLsum': pytest.approx(100 * 5 / 6),  # the cat, and on the mat
-    }
+    assert metrics.rouge(targets, predictions) == pytest.approx(expected, abs=0.1)
 
 
 def test_rouge_knows_the_letters_a_to_z_only():
@@ -195,48 +176,10 @@ def test_a_tokenizer_that_cannot_be_opened(monkeypatch):
         ('flores101', 'no route'),
     ):
         with pytest.raises(Refused, match=f"data.metrics='bleu:{tokenizer}': .*{said}"):
-            config = types.SimpleNamespace(metrics=f'bleu:{tokenizer}')
-            tasks.open.metrics_of(config, tasks.open.TEXT_METRICS)
-
-
-def subsequences(tokens):
-    for size in range(len(tokens) + 1):
-        yield from itertools.combinations(tokens, size)
-
-
-def test_longest_common_subsequences_against_all_subsequences():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        target, prediction = ([*rng.choice(list('abc'), rng.integers(7))] for _ in range(2))
-        common = set(subsequences(target)) & set(subsequences(prediction))
-        longest = max(map(len, common))
-        assert metrics.common_lengths(target, prediction)[-1, -1] == longest
-        positions = metrics.common_positions(target, prediction)
-        found = tuple(target[i] for i in sorted(positions))
-        assert found in common
-        assert len(found) == longest
+            tasks.open.metrics_of(f'bleu:{tokenizer}')
 
 
 # Edits.
-
-
-@functools.cache
-def edits(target, prediction):
-    """The definition of the distance."""
-    if not target or not prediction:
-        return len(target) + len(prediction)
-    return min(
-        edits(target[1:], prediction) + 1,
-        edits(target, prediction[1:]) + 1,
-        edits(target[1:], prediction[1:]) + (target[0] != prediction[0]),
-    )
-
-
-def test_levenshtein_against_its_definition():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        target, prediction = (''.join(rng.choice(list('ab文\0'), rng.integers(8))) for _ in 'tp')
-        assert metrics.levenshtein(target, prediction) == edits(target, prediction)
 
 
 def test_errors_of_words_and_phonemes_by_hand():
@@ -320,13 +263,6 @@ def test_natural_questions_by_hand():
     assert found == {'recall': 0.0, 'golden_answers': 3}
 
 
-def test_inputs_stay_as_they_are():
-    targets = np.array([0, 1, 1])
-    predictions = np.array([2, -1, 1])
-    assert metrics.f1_score_with_invalid(targets, predictions) == {'f1': 50.0}
-    assert predictions.tolist() == [2, -1, 1]
-
-
 # The scores of one example, its right choice, num_classes, accuracy.
 RANKED = [
     ([-1.0, -1.0, -2.0], 1, None, 0),  # the first of equal scores is the prediction
@@ -343,16 +279,6 @@ def test_rank_classification_by_hand():
         found = metrics.rank_classification(targets, scores, num_classes)
         assert found['accuracy'] == accuracy
         assert right == 0 or found.get('f1', accuracy) == accuracy  # F1 is of choice 1
-
-
-def test_area_under_roc_is_the_share_of_pairs_in_order():
-    rng = np.random.default_rng(0)
-    is_positive = np.array([True, False, *rng.integers(2, size=30)], bool)
-    scores = rng.integers(6, size=32) / 4
-    differences = scores[is_positive][:, None] - scores[~is_positive][None]
-    share = np.mean((differences > 0) + 0.5 * (differences == 0))
-    found = metrics.areas_under_curves(is_positive, scores, np.ones(32))
-    assert found['auc-roc'] == pytest.approx(share, rel=1e-12)
 
 
 def test_no_warning_where_a_value_is_undefined(recwarn):
@@ -375,7 +301,6 @@ REFUSED = [
 # Targets that no postprocessor should give: the metrics would count them without a word.
 MISTAKES = [
     (metrics.rank_classification, [CHOICE, CHOICE], [-1.0, -2.0]),
-    (metrics.squad, ['one answer'], ['a']),
     (metrics.accuracy, [1, 0], ['True', 'False']),
     (metrics.accuracy, ['a', b'b'], ['a', 'b']),
     (metrics.pearson_corrcoef, [1.0, math.nan], [1.0, 2.0]),

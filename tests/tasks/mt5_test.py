@@ -62,13 +62,6 @@ def test_all_languages_are_several_data_sets():
     assert ROWS['byt5_pawsx_dev_test.all_langs'].tfds.count('paws_x_wiki/') == 7
 
 
-def test_rates_by_size():
-    sizes = {name: 1000 for name in GOLDEN['mixtures']['mc4']} | {'mc4.en': 2000, 'mc4.yo': 1}
-    rates = tasks.get('mc4').rates(sizes)
-    assert rates['mc4.en'] / rates['mc4.de'] == pytest.approx(2**0.3)
-    assert rates['mc4.yo'] == 1
-
-
 def test_the_texts():
     for case in GOLDEN['texts']:
         task = ROWS[case['task']]

@@ -15,12 +15,11 @@ import pytest
 from corpora import check_settings, documents_of, golden, is_near, make_config, source_of, stream_of
 
 import data
-import tasks.open
 import vocabulary as vocabularies
 from configs import ul2
 from messages import Refused
 from run.train_vocabulary import train_vocabulary
-from stream import OpenMixture, Stream
+from stream import OpenMixture, OpenTask, Stream
 from tasks import metrics, mixtures
 from tasks.objectives import OBJECTIVES, unicode_tokens
 
@@ -367,26 +366,6 @@ def test_principle_sentences_have_their_shares():
     assert num_trimmed == 2000 - counts.sum() and is_near(num_masked, 0.9 * num_chosen)
 
 
-def test_a_token_is_shuffled_to_any_place():
-    counts = np.zeros(63)
-    num_full = 0
-    for example in many_examples(make_objective('deshuffling')):
-        if len(example.targets) == 64:
-            counts[example.inputs.tolist().index(example.targets[0])] += 1
-            num_full += 1
-    assert all(is_near(count, num_full / 63) for count in counts)
-
-
-def test_texts_are_split_at_any_place():
-    """From one token of inputs to one token of targets."""
-    counts = np.zeros(65)
-    for example in many_examples(make_objective('prefix_lm', concatenate='yes')):
-        if len(example.inputs) + len(example.targets) == 63 + 2:
-            counts[len(example.inputs) - 1] += 1
-    assert counts[0] == 0 and counts[63:].sum() == 0
-    assert all(is_near(count, counts.sum() / 62) for count in counts[1:63])
-
-
 # Mode, noise, spans and raw ids of full rows of 512 - 5 ids of inputs. `random_spans_helper` has 758
 # raw ids for the third, with 126 spans, but UL2 20B's vocabulary has 100 sentinels.
 UL2_ROWS = [
@@ -457,42 +436,6 @@ def test_targets_that_are_too_long_are_cut_and_counted():
         assert (np.diff(text) == 1).all() and (len(text) < 22 or example.inputs.size >= 2)
         if example.is_trimmed:
             assert len(example.targets) == 20
-
-
-def test_modes_are_plain_text_to_the_vocabulary(vocabulary, pydoc):
-    modes = [tuple(ids) for ids in vocabulary.encode(['[NLU]', '[NLG]', '[S2S]'])]
-    counts = np.zeros(3)
-    stream = stream_of(pydoc, 'train', vocabulary, config_of('ul2'), 8, 0)
-    for _ in range(50):
-        for row in next(stream)['encoder_input_tokens'].tolist():
-            [mode] = [i for i in range(3) if tuple(row[: len(modes[i])]) == modes[i]]
-            counts[mode] += 1
-    for count, share in zip(counts, [0.4, 0.4, 0.2], strict=True):
-        assert is_near(count, share * 400)
-
-
-@pytest.mark.parametrize('name', DENOISING)
-def test_sentinels_may_have_any_ids(name):
-    """With other ids of the sentinels the examples are the same but for these ids."""
-    other = vocabularies.ByteVocabulary(99_741)
-    numbers = np.random.default_rng(0).permutation(500)
-    other.sentinel_ids = VOCABULARY.sentinel_ids[:500][numbers]
-    group = group_of(SIZES['long and short'])
-    expected = make_objective(name).examples(*group, 'seed')
-    found = make_objective(name, other).examples(*group, 'seed')
-    new_ids = np.arange(VOCABULARY.size)
-    new_ids[VOCABULARY.sentinel_ids[:500]] = other.sentinel_ids
-    is_other = False
-    for example, expected_example in zip(found, expected, strict=True):
-        for ids, expected_ids in zip(example[:2], expected_example[:2], strict=True):
-            if name == 'bert_style':  # random ids stay
-                is_first = expected_ids == VOCABULARY.sentinel_ids[0]
-                assert ((ids == other.sentinel_ids[0]) == is_first).all()
-                assert (ids[~is_first] == expected_ids[~is_first]).all()
-            else:
-                np.testing.assert_array_equal(ids, new_ids[expected_ids])
-            is_other |= (ids != expected_ids).any()
-    assert is_other == (make_objective(name).num_sentinels > 0)
 
 
 WITH_SENTINELS = ('principle_sentences', 'ul2', 'iid_denoising', 'mass_style', 'bert_style')
@@ -609,7 +552,7 @@ def test_objectives_mix_and_share_rows(vocabulary, pydoc):
     opened = []
     for objective in ('lm', 'prefix_lm', 'span_corruption'):
         task = mixtures.Task(objective, objective=objective)
-        opened.append(tasks.open.opened_task(task, source))
+        opened.append(OpenTask(task, source))
     mixture = OpenMixture('all', tuple(opened), 'fingerprint')
     stream = Stream(mixture, 'train', vocabulary, config, batch_size=4, seed=0)
     num_alone = 0
@@ -620,19 +563,6 @@ def test_objectives_mix_and_share_rows(vocabulary, pydoc):
             assert set(inputs[inputs > 0]) == set(targets[targets > 0])
             num_alone += (np.bincount(inputs[inputs > 0]) == 1).sum()
     assert num_alone > 0 and (stream.counts[:, 0] > 0).all()
-
-
-def test_ul2s_config_makes_batches(vocabulary, pydoc):
-    """On 512 and 512 tokens; no row is padding alone, and most are nearly full."""
-    config = ul2.get_config('20b').data
-    source = source_of(documents_of(pydoc)[:2000])
-    stream = stream_of(source, 'train', vocabulary, config, 4, 0)
-    batches = [next(stream) for _ in range(10)]
-    assert batches[0]['encoder_input_tokens'].shape == (4, 512)
-    assert batches[0]['decoder_target_tokens'].shape == (4, 512)
-    assert stream.sentinel_ids == tuple(range(vocabulary.size - 1, vocabulary.size - 101, -1))
-    used = np.mean([(batch['encoder_input_tokens'] > 0).mean() for batch in batches])
-    assert used > 0.7
 
 
 def test_the_inputs_of_two_full_rows_fill_a_row():

@@ -1,11 +1,8 @@
 """A user's own tasks.py in a folder outside the checkout, as docs/tasks.md shows it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from runs import ROOT
 
 import tasks
 import tasks.open
@@ -86,12 +83,6 @@ def test_wmt_reversed_reads_raw_lines(own_folder):
     assert metric_fn([PAIRS[0]['en']], [PAIRS[0]['en']]) == {'bleu': pytest.approx(100)}
 
 
-def test_a_task_is_one_row(own_folder):
-    config = config_of('capitals')
-    expected = {(f'capital of {row["country"]}', row['capital']) for row in CAPITALS}
-    assert examples_of(config) | examples_of(config, 'validation') == expected
-
-
 def test_own_rows_and_ours_mix(own_folder):
     mixture = tasks.get('both_directions', module='tasks')
     assert mixture.rates({}) == {'wmt14_ende_v003': 1.0, 'wmt14_deen': 1.0}
@@ -106,36 +97,6 @@ def test_a_row_of_ours_can_be_replaced(own_folder):
     assert tasks.get('squad_v010_allanswers', module='mine').files == 'x.jsonl'
     members = tasks.get('squad_trivia_qa_equal', module='mine').tasks
     assert members['squad_v010_allanswers'].files == 'x.jsonl'
-
-
-@pytest.mark.slow
-def test_the_current_folder_has_the_name_of_a_module_of_ours(own_folder):
-    """`python CHECKOUT/main.py` in that folder: its tasks.py never takes the place of ours."""
-    command = [sys.executable, str(ROOT / 'main.py'), '--mode=tasks', 'wmt14_deen']
-    flags = ['--config.data.module=tasks', '--config.data.files=wmt.jsonl', '--examples=1']
-    done = subprocess.run([*command, *flags], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, '')
-    assert "  inputs: 'translate German to English: Das ist Nummer 0.'" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_run_on_an_own_task(own_folder):
-    """The command of docs/tasks.md, with fewer steps."""
-    command = [sys.executable, str(ROOT / 'main.py'), f'--config={ROOT}/configs/tiny.py']
-    settings = {
-        'data.module': 'tasks',
-        'data.task': 'wmt14_deen',
-        'data.files': 'wmt.jsonl',
-        'data.vocabulary': 'bytes',
-        'data.validation_fraction': '0.2',
-        'train.steps': '2',
-        'train.batch_size': '4',
-        'mesh.data': '1',
-    }
-    flags = [f'--config.{name}={value}' for name, value in settings.items()]
-    done = subprocess.run([*command, *flags, '--workdir=run'], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (own_folder / 'run/checkpoint_2').is_dir()
 
 
 def test_the_split_test_of_an_own_task_is_in_files(tmp_path):
@@ -153,7 +114,7 @@ def test_the_split_test_of_an_own_task_is_in_files(tmp_path):
     def questions(split, **changes):
         config = base.get_config().data
         config.update(module=f'{tmp_path}/mine.py', **changes)
-        source = tasks.open.open_task(tasks.open.find(config), config)
+        source = tasks.open.open_task(tasks.open.find(config), config).source
         return [record.fields['q'] for record in source.records(split)]
 
     assert questions('test', task='tested') == ['test']

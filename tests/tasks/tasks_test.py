@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib
 import json
-import math
 import os
 import pathlib
 import re
@@ -21,8 +20,8 @@ import vocabulary as vocabularies
 from messages import Refused
 from sources import NO_SPLIT
 from stream import Stream, TokenizedTask
-from tasks import metrics, t5
-from tasks.mixtures import Mixture, Task
+from tasks import t5
+from tasks.mixtures import Task
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 CASES = json.loads((GOLDEN / 'seqio_t5' / 'mixing_rates.json').read_text())
@@ -131,11 +130,10 @@ def test_a_row_runs_from_a_line_to_a_batch_to_its_metrics(tmp_path, name):
     if task.preprocess_fn is None:
         assert not task.metric_fns
         return
-    source = tasks.open.open_task(task, config)
-    opened = TokenizedTask(tasks.open.opened_task(task, source), config, vocabulary)
+    opened = TokenizedTask(tasks.open.open_task(task, config), config, vocabulary)
     targets = []
     predictions = []
-    for record in source.records('validation'):
+    for record in opened.source.records('validation'):
         for example in opened.tokenize([record]):
             for made in opened.objective.examples([record.name], [example.ids]):
                 prediction = vocabulary.decode(made.targets.tolist())
@@ -261,25 +259,6 @@ def test_the_rates_of_a_mixture_are_t5s():
         assert shares == pytest.approx({task: rate / total for task, rate in rates.items()})
 
 
-def test_closed_book_questions_are_mixed_by_their_numbers():
-    mixture = tasks.get('closed_book_qa')
-    sizes = {task: 10 * i for i, task in enumerate(mixture.tasks, start=1)}
-    assert mixture.rates(sizes) == sizes
-
-
-def test_rates_nested_and_capped():
-    capped = tasks.proportional(maximum=500, temperature=2)
-    inner = tasks.get('glue_mnli_and_dev_v002')
-    outer = Mixture('outer', {'squad_v010': capped, 'wmt14_ende_v003': capped, inner: 30.0})
-    assert outer.rates({'squad_v010': 100, 'wmt14_ende_v003': 9999}) == {
-        'squad_v010': 10,
-        'wmt14_ende_v003': pytest.approx(math.sqrt(500)),
-        'glue_mnli_v002': 10,
-        'glue_mnli_mismatched_v002': 10,
-        'glue_mnli_matched_v002': 10,
-    }
-
-
 CONTRADICTIONS = [
     ({'task': 'glue_v002_proportional', 'files': 'x.jsonl'}, 'data.files'),
     ({'task': 'all_mix', 'tfds': 'squad'}, 'data.tfds'),
@@ -304,18 +283,20 @@ REPLACED = [
     ({'files': 'c.jsonl'}, {'files': 'c.jsonl', 'validation_files': ''}),
     ({'tfds': 'glue/cola'}, {'tfds': 'glue/cola', 'files': '', 'validation_files': ''}),
     ({'test_files': 'c.csv', 'delimiter': ';'}, {'test_files': 'c.csv', 'delimiter': ';'}),
-    ({'targets': '{c}'}, {'targets': '{c}'}),
-    ({'metrics': 'accuracy'}, {'metric_fns': [metrics.accuracy]}),
     ({'train_split': 'train'}, {}),  # the default
 ]
 
 
-def test_a_setting_replaces_the_field_of_its_name(tmp_path):
+def test_settings_replace_the_records_of_a_row(tmp_path):
+    """Its texts stay as they are."""
     (tmp_path / 'own.py').write_text(f"from tasks import Task\nTASKS = [Task('row', **{ROW})]\n")
     for settings, changes in REPLACED:
         config = make_config(task='row', module=f'{tmp_path}/own.py', **settings)
         found = dataclasses.asdict(tasks.open.find(config))
         assert found == dataclasses.asdict(Task('row', **ROW)) | changes
+    for texts in ({'targets': '{c}'}, {'metrics': 'accuracy'}):
+        with pytest.raises(Refused, match="data.task='row'"):
+            tasks.open.find(make_config(task='row', module=f'{tmp_path}/own.py', **texts))
 
 
 def test_what_is_not_prepared_is_named(tmp_path):
