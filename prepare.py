@@ -138,7 +138,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         )
         directory = folder / f'checkpoint_{begin.step}'  # if the run resumes
         num_logged = begin.step if begin.is_resumed else 0
-        kept_lines = [line for line in lines if line['step'] <= num_logged]
+        lines = [line for line in lines if line['step'] <= num_logged]
         config = start.with_last_step(config, folder, begin)
 
         # The vocabulary: the run's own, that of its starting checkpoint, or a new one.
@@ -196,7 +196,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             spec.trained,
             spec.mesh,
             mixture,
-            held_out,
+            vocabulary,
         ):
             terminal.line(line)
 
@@ -212,9 +212,10 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             read_tasks = task_metrics.read_tasks(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
-        with terminal.working('Reading the first targets'):
-            for line in changes_of_targets(training.tasks):
-                terminal.line(line)
+        if not begin.is_resumed:
+            with terminal.working('Reading the first targets'):
+                for line in changes_of_targets(training.tasks):
+                    terminal.line(line)
         if config.save.best_metric:
             task_metrics.check_best_metric(config, held_out, read_tasks)
 
@@ -223,7 +224,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         planned = memory.Plan(step=None, num_microbatches=1, note='')
         if begin.is_resumed and begin.step >= config.train.steps:
             end = train.End.STEPS
-        elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
+        elif best.history(config.save, lines).ends(config.train.early_stopping):
             end = train.End.EARLY_STOPPING
         else:
             offset = config.optimizer.step_offset
@@ -261,11 +262,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                 num_examples = json.loads((directory / 'data_counts.json').read_bytes())
                 training.counts[:] = [num_examples[task.name] for task in training.tasks]
             interval = json.loads((directory / 'interval.json').read_bytes())
-            # A run started from restore.path may not have logged yet.
-            may_be_unlogged = config.restore.path and (folder / 'metrics.jsonl').exists()
-            gap = checks.missing_lines(lines, directory, len(interval), may_be_unlogged)
-            if gap:
-                terminal.line(gap)
 
         # The files of the run. config.json comes first: it marks the folder as a run.
         resolved['train']['num_microbatches'] = planned.num_microbatches
@@ -284,7 +280,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         merge = functools.partial(model.merge_adapters, spec.model_config)
         base_params = jax.eval_shape(merge, spec.state_shapes.params)
         t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
-        metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
+        metrics = workdir.Metrics(folder, lines, mixture.corpus)
         evaluations: list[train.Evaluation] = [
             *validation.open_evaluations(
                 config,

@@ -229,30 +229,6 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = (
     return changes
 
 
-def missing_lines(
-    lines: Sequence[Mapping], directory: paths.AnyPath, num_unlogged: int, may_be_unlogged: bool
-) -> str:
-    """Return a line about the steps before a checkpoint that metrics.jsonl lacks, '' if there are none.
-
-    `lines`: those of metrics.jsonl; `num_unlogged`: the steps since the last logged one.
-    """
-    logged = [line['step'] for line in lines if line['run'] == 'train']
-    if not logged and may_be_unlogged:
-        return ''
-    step = checkpoint.step_of(directory)
-    assert step is not None
-    every_steps = read_stored(directory)['log']['every_steps']
-    expected = min(step // every_steps * every_steps, step - num_unlogged)
-    last = max(logged, default=0)
-    if last >= expected:
-        return ''
-    file = directory.parent / 'metrics.jsonl'
-    return (
-        f'{file} has no lines of the steps {last + 1:,} to {expected:,}: it is gone or cut. The run '
-        'continues without them.'
-    )
-
-
 # The model.
 
 

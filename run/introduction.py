@@ -10,9 +10,8 @@ import tasks.open
 from messages import first_ten
 from model import T5Config
 from sources.open import find_cache
-from stream import OpenMixture, Stream
-
-LINES_OF_A_SLOW_EVALUATION = 1_000_000  # reading them takes ten seconds or more
+from stream import OpenMixture
+from vocabulary import Vocabulary
 
 
 def introduction(
@@ -22,7 +21,7 @@ def introduction(
     trained: Collection[str],
     mesh: Mesh,
     mixture: OpenMixture,
-    held_out: Stream,
+    vocabulary: Vocabulary,
 ) -> list[str]:
     """Return the first lines of a run. `config`: config.data; `trained`: the parameters that are not frozen."""
     lines = []
@@ -45,11 +44,10 @@ def introduction(
         rates = [f'{task.name} {task.rate:.3g}' for task in mixture.tasks]
         description = f'mixture of {len(rates)} tasks: {first_ten(rates)}'
     platform = mesh.devices.flat[0].platform
-    vocabulary_size = held_out.vocabulary.size
     lines += [
         f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
-        f'Text: {description}; vocabulary: {vocabulary_size:,} pieces.',
+        f'Text: {description}; vocabulary: {vocabulary.size:,} pieces.',
     ]
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
@@ -60,15 +58,5 @@ def introduction(
         lines.append(
             f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
             f'of data.task={config.task!r}.'
-        )
-    num_lines = 0
-    for task in held_out.tasks:
-        num_records = held_out.batch_size * task.objective.records_per_group
-        num_lines += task.source.num_lines_to_find('validation', num_records)
-    if num_lines > LINES_OF_A_SLOW_EVALUATION:
-        lines.append(
-            f'The first evaluation reads about {num_lines:,} lines to find the share '
-            f'data.validation_fraction={config.validation_fraction}: data.validation_files names '
-            'a file of its own instead.'
         )
     return lines

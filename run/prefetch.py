@@ -36,10 +36,11 @@ class PrefetchedBatch(NamedTuple):
     counts: NDArray  # the stream's, int64 [tasks, 2]
     faults: list[str]  # lines left out since the batch before, at most ten of each task
     num_faults: int  # lines left out so far
+    is_padding: bool  # the rows have ended before
 
 
 def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
-    """Yield the batches of a stream from its position on, made ahead in a thread.
+    """Yield the batches of a stream from its position on, made ahead in a thread, then padding without end.
 
     With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
     is. An error in a process is raised instead of its batch.
@@ -55,41 +56,32 @@ def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
 
 
 def batches_of(stream: Stream) -> Iterator[PrefetchedBatch]:
-    """Yield the batches of a stream, with its positions and counts."""
+    """Yield the batches of a stream, with its positions and counts, then padding without end."""
     before = stream.position
-    for features in stream:
+    padding = stream.batch_of([[] for _ in stream.rows])
+    while True:
+        features = next(stream, None)
         after = stream.position
-        counts = stream.counts.copy()
-        yield PrefetchedBatch(features, before, after, counts, *stream.mixture.faults())
+        yield PrefetchedBatch(
+            features or padding,
+            before,
+            after,
+            stream.counts.copy(),
+            *stream.mixture.faults(),
+            is_padding=features is None,
+        )
         before = after
-
-
-def padding_before(stream: Stream, rows: range) -> PrefetchedBatch:
-    """Return `rows` of padding, as if they came before the next batch of a stream."""
-    features = stream.batch_of([[] for _ in rows])
-    first = rows.start - stream.rows.start
-    position = stream.position[first : first + len(rows)]
-    counts = np.zeros_like(stream.counts)
-    return PrefetchedBatch(features, position, position, counts, faults=[], num_faults=0)
-
-
-def padding_after(batch: PrefetchedBatch) -> PrefetchedBatch:
-    """Return rows of padding that come after a batch, the last one of a stream."""
-    features = {name: np.zeros_like(x) for name, x in batch.features.items()}
-    return batch._replace(features=features, before=batch.after, faults=[])
 
 
 def ahead_in_thread(
     batches: Iterator[PrefetchedBatch], depth: int = DEPTH
 ) -> Iterator[PrefetchedBatch]:
-    """Yield `batches`, which a thread makes ahead."""
+    """Yield `batches`, which have no end and which a thread makes ahead."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(depth))
+        ahead = collections.deque(thread.submit(next, batches) for _ in range(depth))
         while True:
             batch = ahead.popleft().result()
-            if batch is None:
-                return
-            ahead.append(thread.submit(next, batches, None))
+            ahead.append(thread.submit(next, batches))
             yield batch
 
 
@@ -105,17 +97,15 @@ class Workers:
         num_bounds = min(num_workers, len(stream.rows)) + 1
         bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
         for begin, end in itertools.pairwise(bounds.tolist()):
-            self.workers.append(Worker(stream, range(begin, end)))
+            self.workers.append(Worker(range(begin, end)))
         for worker in self.workers:  # after all processes have started to import
             worker.begin(stream)
         atexit.register(self.stop)
 
     def batches(self) -> Iterator[PrefetchedBatch]:
-        """Yield batches with the rows of all workers, until the rows of all have ended."""
+        """Yield batches with the rows of all workers."""
         while True:
             parts = [worker.receive() for worker in self.workers]
-            if all(worker.has_ended for worker in self.workers):
-                return
             features = {}
             for name in parts[0].features:
                 features[name] = np.concatenate([part.features[name] for part in parts])
@@ -127,7 +117,8 @@ class Workers:
                 counts += part.counts
                 faults = faults + part.faults
                 num_faults += part.num_faults
-            yield PrefetchedBatch(features, before, after, counts, faults, num_faults)
+            is_padding = all(part.is_padding for part in parts)
+            yield PrefetchedBatch(features, before, after, counts, faults, num_faults, is_padding)
 
     def stop(self) -> None:
         """End the processes, whatever they are doing."""
@@ -137,12 +128,10 @@ class Workers:
 
 
 class Worker:
-    """A process that makes some rows of a stream. `newest` is what it sent last."""
+    """A process that makes some rows of a stream."""
 
-    def __init__(self, stream: Stream, rows: range):
+    def __init__(self, rows: range):
         self.rows = rows
-        self.newest = padding_before(stream, rows)
-        self.has_ended = False
         # A process that is forked would share the locks of this one's threads.
         context = multiprocessing.get_context('spawn')
         self.connection, workers_end = context.Pipe()
@@ -155,13 +144,13 @@ class Worker:
         options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
         mixture = options.pop('mixture')  # has functions that cannot be sent
         options['rows'] = self.rows
-        work = (mixture.reopen, mixture.fingerprint, self.newest.after, options)
+        first = self.rows.start - stream.rows.start
+        position = stream.position[first : first + len(self.rows)]
+        work = (mixture.reopen, mixture.fingerprint, position, options)
         send(work, self.connection)  # `receive` tells if the process has ended
 
     def receive(self) -> PrefetchedBatch:
-        """Return the next batch of these rows, padding after the last. Raise the worker's error."""
-        if self.has_ended:
-            return padding_after(self.newest)
+        """Return the next batch of these rows. Raise the worker's error."""
         try:
             received = self.connection.recv()
         except (EOFError, ConnectionError):  # the latter if it has not read its work
@@ -172,10 +161,6 @@ class Worker:
             ) from None
         if isinstance(received, Exception):
             raise received
-        if received is None:
-            self.has_ended = True
-            return padding_after(self.newest)
-        self.newest = received
         return received
 
     def stop(self) -> None:
@@ -185,11 +170,11 @@ class Worker:
 
 
 def make_batches(connection: Connection) -> None:
-    """Receive the work of a worker. Send its batches, and None after the last."""
+    """Receive the work of a worker. Send its batches."""
     # Records have no reference cycles; collecting garbage as often as usual takes a fifth of the time.
     gc.set_threshold(100_000)
 
-    def messages() -> Iterator[PrefetchedBatch | None]:
+    def messages() -> Iterator[PrefetchedBatch]:
         reopen, fingerprint, position, options = connection.recv()
         config = options['config']
         options['vocabulary'].num_threads = 1  # the other cores have workers of their own
@@ -202,7 +187,6 @@ def make_batches(connection: Connection) -> None:
         _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
             yield batch._replace(num_faults=batch.num_faults - num_told)
-        yield None
 
     send_all(messages(), connection)
 

@@ -24,7 +24,6 @@ from sources.files import FileRecord, count_newlines, is_gzipped, kind_of
 FEATURES = ('inputs', 'targets')
 NO_SPLIT = 'none'  # the name of a split that a task lacks
 MAX_WEIGHT = 1e30  # the largest weight of an example
-BYTES_PER_LINE = 100  # a low estimate, used until the lines are counted
 
 
 class Record(NamedTuple):
@@ -187,16 +186,6 @@ class Source:
         for record in part.in_order():
             if record is not None and self.is_in_split(split, record):
                 yield record
-
-    def num_lines_to_find(self, split: str, num_records: int) -> int:
-        """Return about how many lines are read to find so many records of a split."""
-        num_lines = self.train.num_records
-        if num_lines is None:
-            num_lines = sum(file.num_bytes for file in self.files) // BYTES_PER_LINE
-        if self.validation is not None:
-            return min(num_records, num_lines)
-        share = self.validation_fraction if split == 'validation' else 1 - self.validation_fraction
-        return min(math.ceil(num_records / share), num_lines)
 
     def next_epoch(self, split: str, share: Share) -> int:
         """Return the first epoch, from that of `share` on, in which its lane has something to read."""

@@ -150,48 +150,6 @@ def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, t
     assert_same_run(tmp_path / 'cut', uninterrupted, 6)
 
 
-@pytest.mark.parametrize(
-    'num_bytes, lost',
-    [
-        (2000, '2 to 6'),
-        pytest.param(None, '1 to 6', marks=pytest.mark.slow),
-        pytest.param(0, '1 to 6', marks=[pytest.mark.slow, pytest.mark.long]),
-        pytest.param(10**6, '', marks=[pytest.mark.slow, pytest.mark.long]),
-    ],
-)
-def test_metrics_that_are_lost_are_said(corpus, uninterrupted, tmp_path, capsys, num_bytes, lost):
-    """The file is gone, empty, cut in a line, or all there."""
-    shutil.copytree(uninterrupted, tmp_path / 'run')
-    file = tmp_path / 'run/metrics.jsonl'
-    content = file.read_bytes()
-    file.unlink()
-    if num_bytes is not None:
-        file.write_bytes(content[:num_bytes])
-    run(small_config(corpus), tmp_path / 'run')
-    text = capsys.readouterr().out
-    assert ('metrics.jsonl has no lines of the steps' in text) == bool(lost)
-    assert lost in text
-
-
-@pytest.mark.slow
-def test_steps_that_are_not_logged_yet_are_not_lost(corpus, uninterrupted, tmp_path, capsys):
-    """In a run that began at a step that is logged, and in one whose period has changed."""
-    config = small_config(corpus, steps=9)
-    config.restore.path = str(uninterrupted)
-    config.log.every_steps = 3
-    stop_after(2, config, tmp_path / 'began elsewhere')
-    prepare(config, tmp_path / 'began elsewhere').workdir.lock.close()
-    config.restore.path = ''
-    config.log.every_steps = 9
-    stop_after(2, config, tmp_path / 'changed')
-    config.log.every_steps = 2
-    stop_after(1, config, tmp_path / 'changed')
-    prepare(config, tmp_path / 'changed').workdir.lock.close()
-    out = capsys.readouterr().out
-    assert 'Stopped after step 8' in out and 'Stopped after step 3' in out
-    assert 'metrics.jsonl has' not in out
-
-
 def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, monkeypatch):
     config = small_config(corpus, steps=500)
     config.eval.every_steps = 500
