@@ -18,6 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 import checkpoint
 import data
+import formats.open
 import infer
 import model
 import partition
@@ -167,7 +168,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
             options = own_options.default_options(spec.model_config)
             checks.compare_settings(directory, resolved, options, mixture)
-            start.choose(begin.leaves, wanted(spec).shapes)
+            formats.open.compare(wanted(spec).shapes, checkpoint.shapes(begin.leaves))
         results.Results(folder).scores()  # raises Refused for a damaged file
 
         # This process's rows of the batches: training in epochs or without end, validation once.
