@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import itertools
 import multiprocessing
-import pickle
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
@@ -200,20 +199,10 @@ def send_all(messages: Iterable[object], connection: Connection) -> None:
         for message in messages:
             if not send(message, connection):
                 return
-    except Exception as error:
-        send(portable(error), connection)
-
-
-def portable(error: Exception) -> Exception:
-    """Return an error that pickle sends to another process, with its traceback as a note."""
-    lines = traceback.format_exception(error)
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # its class takes other arguments than its message
-        error = RuntimeError(''.join(traceback.format_exception_only(error)))
-    if not isinstance(error, Refused | OSError):
-        error.add_note(f'In a process of its own:\n{"".join(lines)}')
-    return error
+    except (Refused, OSError) as error:
+        send(error, connection)
+    except Exception:  # pickle may not rebuild it
+        send(RuntimeError(f'in a process of its own:\n{traceback.format_exc()}'), connection)
 
 
 def send(message: object, connection: Connection) -> bool:

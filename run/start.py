@@ -170,7 +170,7 @@ def check_adapters(
             'checkpoint, in float32: set restore.only=target/.*, restore.strict=True'
         )
     of_vocabulary = vocabulary_paths(wanted.model_config)
-    has_new_rows = any(isinstance(leaf, GrownArray) for leaf in leaves.values())
+    has_new_rows = any(np.shape(leaf) != np.shape(index[path]) for path, leaf in leaves.items())
     if has_new_rows and of_vocabulary.difference(wanted.trained):
         patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
         if config.model.lora_rank:
@@ -227,27 +227,6 @@ def initial_vocabulary(config: ConfigDict, directory: paths.AnyPath) -> Vocabula
     return of_model(own.model, config.data.extra_ids)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GrownArray:
-    """An array with new rows at the mean of the others, or 0: a `checkpoint.LazyArray`."""
-
-    leaf: checkpoint.Leaf
-    axis: int
-    shape: tuple[int, ...]
-    at_mean: bool
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.leaf.dtype)
-
-    def read(self) -> np.ndarray:
-        old = np.asarray(checkpoint.read_leaf(self.leaf))
-        mean = old.mean(self.axis, keepdims=True, dtype=np.float32)
-        num_new = self.shape[self.axis] - old.shape[self.axis]
-        new = np.repeat(mean if self.at_mean else 0 * mean, num_new, self.axis)
-        return np.concatenate([old, new.astype(old.dtype)], self.axis)
-
-
 def vocabulary_paths(config: T5Config) -> set[str]:
     """Return the paths of the parameters whose rows or columns are the ids of the vocabulary."""
     larger = model.shapes(dataclasses.replace(config, vocab_size=2 * config.vocab_size))
@@ -256,8 +235,8 @@ def vocabulary_paths(config: T5Config) -> set[str]:
 
 def with_new_rows(
     index: Mapping[str, Any], expected: checkpoint.Shapes, of_vocabulary: Collection[str]
-) -> dict[str, GrownArray]:
-    """Return the leaves of `index` that have fewer ids than expected, with new rows for the missing ids.
+) -> dict[str, np.ndarray]:
+    """Read the leaves of `index` that have fewer ids than expected, and add new rows for the missing ids.
 
     In new rows a parameter, its average and its second moments are the mean of the old rows, so that an update is
     as large as theirs; a momentum is 0.
@@ -271,13 +250,20 @@ def with_new_rows(
         # The numbers of rows of the table, or of columns of the logits, before and after.
         sizes = {*zip(np.shape(index[whole]), expected[whole], strict=True)}
         changed = [(old, new) for old, new in sizes if old != new]
-        if len(changed) != 1 or changed[0][0] > changed[0][1]:
+        if len(changed) != 1:
             continue
-        found = np.shape(leaf)
-        for axis, size in enumerate(found):
-            shape = (*found[:axis], changed[0][1], *found[axis + 1 :])
-            if size == changed[0][0] and shape == tuple(expected[path]):
-                grown[path] = GrownArray(leaf, axis, shape, slot not in MOMENTA)
+        [(old_size, size)] = changed
+        for axis in range(len(np.shape(leaf))):
+            shape = list(np.shape(leaf))
+            num_old = shape[axis]
+            shape[axis] = size
+            if num_old != old_size or size < old_size or tuple(shape) != expected[path]:
+                continue
+            old = np.asarray(checkpoint.read_leaf(leaf))
+            new = old.mean(axis, keepdims=True, dtype=np.float32).astype(old.dtype)
+            if slot in MOMENTA:
+                new = np.zeros_like(new)
+            grown[path] = np.concatenate([old, new.repeat(size - old_size, axis)], axis)
     return grown
 
 

@@ -435,6 +435,17 @@ def test_errors_and_faults_of_worker_processes_arrive(tmp_path):
         list(prefetch.batches(open_stream(config, batch_size=2, num_epochs=1), num_workers=2))
 
 
+@pytest.mark.slow
+def test_an_error_of_a_function_in_a_worker_process_has_its_traceback(tmp_path):
+    """Also one that pickle cannot rebuild."""
+    config = mixture_config(tmp_path, task='spell')
+    stream = open_stream(config, batch_size=2)
+    fault = "        error = type('Odd', (Exception,), {'__init__': lambda self, a, b: None})\n"
+    with_fault(config, tmp_path, f"{fault}        raise error('it is odd', 1)\n")
+    with pytest.raises(RuntimeError, match='(?s)my_tasks.py.*it is odd'):
+        list(prefetch.batches(stream, num_workers=1))
+
+
 def test_a_worker_process_that_dies_is_reported(tmp_path):
     stream = open_stream(mixture_config(tmp_path), batch_size=2)
     workers = prefetch.Workers(stream, num_workers=2)
