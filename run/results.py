@@ -2,7 +2,7 @@
 
     inference_eval/TASK-STEP.jsonl      a line per example: input, target, output, prediction, score
     inference_eval/TASK-metrics.jsonl   a line per step: {"step": 1000, "accuracy": 71.5}
-    inference_eval/TASK-settings.json   {step: what the numbers of its line depend on, as hashes}
+    inference_eval/TASK-settings.json   {step: hashes of what its line depends on}
     results.csv                         T5's table: a row per step, a column per metric
 
 The first two are as SeqIO's loggers write them. The table is made from the second ones after each
@@ -11,7 +11,6 @@ t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py. Imports no jax.
 """
 
 import csv
-import hashlib
 import io
 import json
 import math
@@ -185,12 +184,10 @@ class Results:
         self.folder = folder / FOLDER
 
     def settings_of(self, name: str, step: int) -> str | None:
-        """Return the settings of a task's results at a step; None without results, or if their line was changed."""
+        """Return the settings of a task's results at a step; None without results."""
         entry = self.entries(name).get(str(step))
-        for line in self.lines(name):
-            if line['step'] == step and isinstance(entry, dict):
-                settings = str(entry.get('settings'))
-                return settings if entry.get('hash') == hash_of(line, settings) else None
+        if isinstance(entry, dict) and step in [line['step'] for line in self.lines(name)]:
+            return str(entry.get('settings'))
         return None
 
     def write(
@@ -203,22 +200,21 @@ class Results:
     ) -> bool:
         """Write the results of a task at a step, and replace those of the same settings.
 
-        The line in TASK-metrics.jsonl comes after the examples: where it is, they are. Return False, and
-        write nothing, if there are results of other settings.
+        The line in TASK-metrics.jsonl comes last: where it is, the others are. Return False, and write nothing,
+        if there are results of other settings.
         """
-        new_line = {'step': step, **values}
         with alone_in(self.folder):  # several evaluations may write at once
             if self.settings_of(name, step) not in (None, settings):
                 return False
             content = ''.join(map(as_line, examples))
             paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
+            entries = self.entries(name) | {str(step): {'settings': settings}}
+            content = json.dumps(entries, indent=1)
+            paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
             others = [line for line in self.lines(name) if line['step'] != step]
-            lines = sorted([*others, new_line], key=lambda line: line['step'])
+            lines = sorted([*others, {'step': step, **values}], key=lambda line: line['step'])
             content = ''.join(map(as_line, lines))
             paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
-            entry = {'settings': settings, 'hash': hash_of(new_line, settings)}
-            content = json.dumps(self.entries(name) | {str(step): entry}, indent=1)
-            paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
         return True
 
     def write_table(self) -> None:
@@ -243,18 +239,12 @@ class Results:
         return read_lines(self.file(name, METRICS_SUFFIX))
 
     def entries(self, name: str) -> dict[str, object]:
-        """Return {step: {'settings', 'hash'}} of TASK-settings.json."""
+        """Return {step: {'settings': …}} of TASK-settings.json."""
         file = self.file(name, SETTINGS_SUFFIX)
         return paths.read_json(file) if file.exists() else {}
 
     def file(self, name: str, suffix: str) -> AnyPath:
         return self.folder / f'{file_name(name)}{suffix}'
-
-
-def hash_of(line: Line, settings: str) -> str:
-    """Return a hash that ties a line's numbers to `settings`."""
-    content = json.dumps([line, settings]).encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def file_name(name: str) -> str:
