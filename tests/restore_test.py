@@ -76,22 +76,6 @@ def test_everything_of_T5X(corpus, mesh_shape):
     assert description == f'From step 6 of {T5X}, with the optimizer state'
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('mesh_shape', [(1, 2, 2), pytest.param((1, 1, 1), marks=pytest.mark.long)])
-def test_a_run_that_never_saved_begins_with_everything_of_T5X(corpus, tmp_path, capsys, mesh_shape):
-    config = tiny_config(T5X, corpus)
-    config.mesh.data, config.mesh.fsdp, config.mesh.model = mesh_shape
-    (tmp_path / 'metrics.jsonl').write_text('{"step": 2, "run": "train", "corpus": "files"}\n')
-    marker = json.loads(config.to_json()) | {'data_fingerprint': ''}
-    (tmp_path / 'config.json').write_text(json.dumps(marker))
-    run(config, tmp_path)
-    assert state_of(tmp_path, 8)['state/step'] == 8
-    printed = capsys.readouterr().out
-    assert f'From step 6 of {T5X}, with the optimizer state; compiling' in printed
-    assert 'step 7/8' in printed
-    assert metrics_of(tmp_path)[0]['step'] == 7
-
-
 def test_everything_of_mesh_tf(corpus):
     arrays = np.load(MESH_TF / 'golden.npz')
     found, _ = start(tiny_config(MESH_TF, corpus, 1_000_001))
@@ -237,16 +221,6 @@ def test_going_on_asks_no_more_for_the_checkpoint(corpus, uninterrupted, tmp_pat
     assert_equal(found, expected)
 
 
-def test_other_shapes_are_left_out_by_name(corpus):
-    config = tiny_config(T5X, corpus)
-    config.model.mlp_dim = 32
-    for config.restore.strict in (True, False):
-        with pytest.raises(Refused, match='restore.only'):
-            choose_initial(config, wanted(make_spec(config)))
-    config.restore.only = '(?!.*mlp).*'
-    choose_initial(config, wanted(make_spec(config)))
-
-
 @pytest.mark.parametrize(
     'lost, remedy',
     [
@@ -325,13 +299,9 @@ OTHER_VOCABULARIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    'form', ['our', pytest.param('hf', marks=[pytest.mark.slow, pytest.mark.long])]
-)
-def test_another_vocabulary_than_the_checkpoints(corpus, tmp_path, form):
-    folder = tmp_path / 'checkpoint_6'
-    shutil.copytree({'hf': HUGGING_FACE, 'our': T5X}[form], folder)
-    file = folder / {'hf': 'spiece.model', 'our': 'vocabulary.model'}[form]
+def test_another_vocabulary_than_the_checkpoints(corpus, tmp_path):
+    folder = shutil.copytree(T5X, tmp_path / 'checkpoint_6')
+    file = folder / 'vocabulary.model'
     of_run = wanted(make_spec(tiny_config(folder, corpus)))
     for kind, (own, name, more, only, is_allowed) in OTHER_VOCABULARIES.items():
         file.write_bytes(hunt_model(own))
@@ -397,27 +367,6 @@ def test_relative_steps_count_from_the_checkpoint(corpus, uninterrupted, tmp_pat
     assert checkpoint.steps(tmp_path)[-1] == 6
     assert json.loads((tmp_path / 'config.json').read_bytes())['train']['steps'] == 6
     assert config.train.steps == 2  # nobody writes to the config of the caller
-
-
-def test_choose():
-    model = {'target/a': (2, 3), 'target/b': (4,), 'target/c': ()}
-    found = {path: np.zeros(shape) for path, shape in model.items()}
-    assert choose(found, model)[0].keys() == model.keys()
-    assert choose(found, model, 'target/[ab]')[0].keys() == {'target/a', 'target/b'}
-    less = {path: found[path] for path in ('target/b', 'target/c')}
-    more = found | {'target/d': np.zeros(1)}
-    other = found | {'target/a': np.zeros([3, 3])}
-    for index, pattern, strict, name in [
-        (less, '.*', True, 'target/a'),
-        (more, '.*', True, 'target/d'),
-        *((other, '.*', strict, 'target/a') for strict in (True, False)),
-        (found, 'encoder', True, 'encoder'),
-    ]:
-        with pytest.raises(Refused, match=name):
-            choose(index, model, pattern, strict)
-    for index in (less, more):
-        chosen, _ = choose(index, model, strict=False)
-        assert chosen.keys() == index.keys() & model.keys()
 
 
 def test_the_patterns_of_the_docs():

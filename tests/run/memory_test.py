@@ -113,20 +113,6 @@ def test_a_requested_number_that_does_not_fit(monkeypatch):
             fit({2: 60, 4: need}, 50, monkeypatch, requested=2, num_rows=4)
 
 
-@pytest.mark.slow
-def test_a_model_that_does_not_fit(corpus, tmp_path, monkeypatch):
-    config = small_config(corpus)
-    config.train.batch_size = 2
-    config.model.dropout_rate = 0.0  # compiles twice as fast
-    state_bytes = plan.num_state_bytes(make_spec(config).state_shapes)
-    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes - 1)
-    with pytest.raises(Refused, match='mesh.fsdp'):
-        prepare(config, tmp_path)
-    monkeypatch.setattr(plan, 'memory_limit', lambda mesh: state_bytes + 1)
-    with pytest.raises(Refused, match='train.batch_size'):
-        prepare(config, tmp_path)
-
-
 @pytest.mark.parametrize('data, fsdp, model', [(4, 1, 1), (1, 1, 4), (2, 2, 2)])
 def test_the_state_of_one_device(monkeypatch, data, fsdp, model):
     """What is not split over 'fsdp' and 'model' is whole on every device: the sum of the arrays that it has."""
@@ -151,11 +137,6 @@ def test_the_state_of_one_device(monkeypatch, data, fsdp, model):
         plan.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
 
 
-def test_counts_begin_with_the_requested_one():
-    assert plan.microbatch_counts('auto', num_rows=12) == [1, 2, 3, 4, 6, 12]
-    assert plan.microbatch_counts(3, num_rows=12) == [3, 4, 6, 12]
-
-
 @pytest.mark.parametrize(
     'line, files, expected',
     [
@@ -177,7 +158,3 @@ def test_the_limits_of_a_job(tmp_path, line, files, expected):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f'{text}\n')
     assert plan.cgroup_limits(tmp_path) == expected
-
-
-def test_no_cgroups(tmp_path):
-    assert plan.cgroup_limits(tmp_path) == []
