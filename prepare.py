@@ -29,7 +29,7 @@ import train
 import validation
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
-from messages import Refused, first_ten
+from messages import Refused
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, workdir
 from run.agreement import check_alike
@@ -96,15 +96,13 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
     anything is compiled, for invalid settings, files and folders.
     """
     # The settings.
-    settings.check(config)
+    spec = make_spec(config)
     best.check_settings(config)
-    tasks.open.find(config.data)
     folder = paths.to_path(folder, may_be_new=True)
     checks.check_is_run(folder)
-    terminal = console.Console()
-    spec = make_spec(config)
 
     # The text.
+    terminal = console.Console()
     with terminal.working('Reading the text'):
         mixture = tasks.open.open_mixture(config.data)
         evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
@@ -138,8 +136,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             rank=lambda step: metrics.history(config.save).rank(step),
         )
         directory = folder / f'checkpoint_{begin.step}'  # if the run resumes
-        num_logged = begin.step if begin.is_resumed else 0
-        lines = [line for line in lines if line['step'] <= num_logged]
+        lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
         config = start.with_last_step(config, folder, begin)
 
         # The vocabulary: the run's own, that of its starting checkpoint, or a new one.
@@ -197,16 +194,10 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             spec.trained,
             spec.mesh,
             mixture,
-            vocabulary,
+            held_out,
+            has_task_metrics=config.infer_eval.every_steps > 0,
         ):
             terminal.line(line)
-
-        with_metrics = [task.name for task in held_out.tasks if task.task.metric_fns]
-        if with_metrics and not config.infer_eval.every_steps:
-            names = first_ten(with_metrics)
-            terminal.line(
-                f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
-            )
 
         # The examples of task metrics, and whether train.early_stopping has ended the run.
         with terminal.working('Reading the examples of task metrics'):
@@ -266,17 +257,15 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
 
         # The files of the run. config.json comes first: it marks the folder as a run.
         resolved['train']['num_microbatches'] = planned.num_microbatches
-        config_json = json.dumps(resolved, indent=1).encode()
-        if jax.process_index() == 0:
-            paths.replace_file(folder / 'config.json', config_json)
-            if vocabulary.model:
-                paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
-            shapes = state_names.to_t5x(*spec.state_shapes)
-            info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
-            paths.replace_file(folder / 'model-info.txt', info.encode())
-        files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
+        files = {'config.json': json.dumps(resolved, indent=1).encode()}
         if vocabulary.model:
             files['vocabulary.model'] = vocabulary.model
+        if jax.process_index() == 0:
+            shapes = state_names.to_t5x(*spec.state_shapes)
+            info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
+            for name, content in {**files, 'model-info.txt': info.encode()}.items():
+                paths.replace_file(folder / name, content)
+        files |= own_model.files_of(spec.model_config)
         base = model.without_adapters(spec.model_config)
         merge = functools.partial(model.merge_adapters, spec.model_config)
         base_params = jax.eval_shape(merge, spec.state_shapes.params)

@@ -197,25 +197,21 @@ def compare_settings(
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_bytes())
-    is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
-    may_change: tuple[str, ...] = MAY_CHANGE
+    may_change: tuple[str, ...] = (*MAY_CHANGE, 'data_fingerprint', 'corpus')
     if 'base' in settings:  # the base of adapters is compared by base/fingerprint
         may_change += ('restore/path', 'base/directory')
-    if is_other_text:
-        may_change += ('data_fingerprint', 'corpus')
     # A setting that is not in config.json is newer than the run.
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
     defaults |= checkpoint.flatten({'model': {'options': options}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
-    remedy = f'another --workdir, with --config.restore.path={workdir} to begin with its parameters'
+    if old['data_fingerprint'] != settings['data_fingerprint']:
+        files = json.loads((directory / 'data_files.json').read_bytes())
+        changes.append(describe_changes([FileRecord(**file) for file in files], mixture.files))
     if changes:
         raise Refused(
-            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or name {remedy}'
+            f'{workdir} holds a run with other settings or text ({"; ".join(changes)}): use those, or name another '
+            f'--workdir, with --config.restore.path={workdir} to begin with its parameters'
         )
-    if is_other_text:
-        files = json.loads((directory / 'data_files.json').read_bytes())
-        changes_of_text = describe_changes([FileRecord(**file) for file in files], mixture.files)
-        raise Refused(f'{workdir} holds a run on other text ({changes_of_text}), or name {remedy}')
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:

@@ -10,8 +10,7 @@ import tasks.open
 from messages import first_ten
 from model import T5Config
 from sources.open import find_cache
-from stream import OpenMixture
-from vocabulary import Vocabulary
+from stream import OpenMixture, Stream
 
 
 def introduction(
@@ -21,7 +20,8 @@ def introduction(
     trained: Collection[str],
     mesh: Mesh,
     mixture: OpenMixture,
-    vocabulary: Vocabulary,
+    held_out: Stream,
+    has_task_metrics: bool,
 ) -> list[str]:
     """Return the first lines of a run. `config`: config.data; `trained`: the parameters that are not frozen."""
     lines = []
@@ -47,7 +47,7 @@ def introduction(
     lines += [
         f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
-        f'Text: {description}; vocabulary: {vocabulary.size:,} pieces.',
+        f'Text: {description}; vocabulary: {held_out.vocabulary.size:,} pieces.',
     ]
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
@@ -58,5 +58,11 @@ def introduction(
         lines.append(
             f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
             f'of data.task={config.task!r}.'
+        )
+    with_metrics = [task.name for task in held_out.tasks if task.task.metric_fns]
+    if with_metrics and not has_task_metrics:
+        names = first_ten(with_metrics)
+        lines.append(
+            f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
         )
     return lines

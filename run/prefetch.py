@@ -6,13 +6,14 @@ Neither changes a batch: a process makes its rows as another host would. Imports
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import itertools
 import multiprocessing
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -44,17 +45,14 @@ def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
     With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
     is. An error in a process is raised instead of its batch.
     """
-    if num_workers == 0:
-        yield from ahead_in_thread(batches_of(stream))
-        return
-    workers = Workers(stream, num_workers)
-    try:
-        yield from ahead_in_thread(workers.batches())
-    finally:
-        workers.stop()
+    made = batches_of(stream)
+    if num_workers > 0:
+        made = batches_of_workers(stream, num_workers)
+    with contextlib.closing(made):
+        yield from ahead_in_thread(made)
 
 
-def batches_of(stream: Stream) -> Iterator[PrefetchedBatch]:
+def batches_of(stream: Stream) -> Generator[PrefetchedBatch, None, None]:
     """Yield the batches of a stream, with its positions and counts, then padding without end."""
     before = stream.position
     padding = stream.batch_of([[] for _ in stream.rows])
@@ -87,43 +85,32 @@ def ahead_in_thread(
 # Worker processes.
 
 
-class Workers:
-    """Processes that make the batches of a stream, each some of its rows, from what config.data names."""
-
-    def __init__(self, stream: Stream, num_workers: int):
-        self.stream = stream
-        self.workers: list[Worker] = []
-        num_bounds = min(num_workers, len(stream.rows)) + 1
-        bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
+def batches_of_workers(stream: Stream, num_workers: int) -> Generator[PrefetchedBatch, None, None]:
+    """Yield batches that processes make, each some of the rows, from what config.data names."""
+    num_bounds = min(num_workers, len(stream.rows)) + 1
+    bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
+    with contextlib.ExitStack() as stack:
+        workers = []
         for begin, end in itertools.pairwise(bounds.tolist()):
-            self.workers.append(Worker(range(begin, end)))
-        for worker in self.workers:  # after all processes have started to import
+            workers.append(Worker(range(begin, end)))
+            stack.callback(workers[-1].stop)
+        for worker in workers:  # after all processes have started to import
             worker.begin(stream)
-        atexit.register(self.stop)
-
-    def batches(self) -> Iterator[PrefetchedBatch]:
-        """Yield batches with the rows of all workers."""
         while True:
-            parts = [worker.receive() for worker in self.workers]
+            parts = [worker.receive() for worker in workers]
             features = {}
             for name in parts[0].features:
                 features[name] = np.concatenate([part.features[name] for part in parts])
             before = np.concatenate([part.before for part in parts])
             after = np.concatenate([part.after for part in parts])
-            counts = self.stream.counts.copy()
-            faults, num_faults = self.stream.mixture.faults()
+            counts = stream.counts.copy()
+            faults, num_faults = stream.mixture.faults()
             for part in parts:
                 counts += part.counts
                 faults = faults + part.faults
                 num_faults += part.num_faults
             is_padding = all(part.is_padding for part in parts)
             yield PrefetchedBatch(features, before, after, counts, faults, num_faults, is_padding)
-
-    def stop(self) -> None:
-        """End the processes, whatever they are doing."""
-        atexit.unregister(self.stop)
-        for worker in self.workers:
-            worker.stop()
 
 
 class Worker:
@@ -137,6 +124,7 @@ class Worker:
         self.process = context.Process(target=make_batches, args=(workers_end,), daemon=True)
         self.process.start()
         workers_end.close()
+        atexit.register(self.stop)
 
     def begin(self, stream: Stream) -> None:
         """Tell the process what to make."""
@@ -163,6 +151,8 @@ class Worker:
         return received
 
     def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        atexit.unregister(self.stop)
         self.process.kill()
         self.process.join()
         self.connection.close()

@@ -4,6 +4,7 @@ import collections
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -448,15 +449,13 @@ def test_an_error_of_a_function_in_a_worker_process_has_its_traceback(tmp_path):
 
 def test_a_worker_process_that_dies_is_reported(tmp_path):
     stream = open_stream(mixture_config(tmp_path), batch_size=2)
-    workers = prefetch.Workers(stream, num_workers=2)
-    batches = workers.batches()
+    batches = prefetch.batches_of_workers(stream, num_workers=2)
     next(batches)
-    os.kill(workers.workers[1].process.pid, signal.SIGINT)  # a signal to the whole group
-    os.kill(workers.workers[1].process.pid, signal.SIGTERM)
-    os.kill(workers.workers[1].process.pid, signal.SIGUSR1)
+    processes = sorted(multiprocessing.active_children(), key=lambda process: process.pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # to the whole group
+        os.kill(processes[1].pid, number)
     next(batches)
-    os.kill(workers.workers[1].process.pid, signal.SIGKILL)
+    os.kill(processes[1].pid, signal.SIGKILL)
     with pytest.raises(ChildProcessError, match='rows 1 to 1 .*-9'):
         list(batches)
-    workers.stop()
-    assert not any(worker.process.is_alive() for worker in workers.workers)
+    assert not any(process.is_alive() for process in processes)
