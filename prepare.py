@@ -136,7 +136,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
             rank=lambda step: metrics.history(config.save).rank(step),
         )
         directory = folder / f'checkpoint_{begin.step}'  # if the run resumes
-        lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
+        num_logged = begin.step if begin.is_resumed else 0
+        kept_lines = [line for line in lines if line['step'] <= num_logged]
         config = start.with_last_step(config, folder, begin)
 
         # The vocabulary: the run's own, that of its starting checkpoint, or a new one.
@@ -216,7 +217,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         planned = memory.Plan(step=None, num_microbatches=1, note='')
         if begin.is_resumed and begin.step >= config.train.steps:
             end = train.End.STEPS
-        elif best.history(config.save, lines).ends(config.train.early_stopping):
+        elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
             end = train.End.EARLY_STOPPING
         else:
             offset = config.optimizer.step_offset
@@ -270,7 +271,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         merge = functools.partial(model.merge_adapters, spec.model_config)
         base_params = jax.eval_shape(merge, spec.state_shapes.params)
         t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
-        metrics = workdir.Metrics(folder, lines, mixture.corpus)
+        metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
         evaluations: list[train.Evaluation] = [
             *validation.open_evaluations(
                 config,

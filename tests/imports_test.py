@@ -35,7 +35,7 @@ CORE = {
     'loss': 140,
     'optimizer': 240,
     'partition': 300,
-    'prepare': 360,
+    'prepare': 350,
     'data': 490,
     'stream': 510,
     'vocabulary': 220,

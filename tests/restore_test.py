@@ -110,21 +110,6 @@ def test_parameters_alone(corpus, uninterrupted):
 
 
 @pytest.mark.slow
-def test_an_encoder_alone(corpus, tmp_path):
-    """Without restore.strict it is taken, and the decoder is as in any new run."""
-    encoder = formats.open.open_checkpoint(T5X, part='encoder').leaves
-    path = checkpoint.save(tmp_path, 6, encoder)
-    with pytest.raises(Refused, match='restore.path'):
-        start(tiny_config(path, corpus))
-    config = tiny_config(path, corpus, only='target/.*', strict=False)
-    found, _ = start(config)
-    taken = [name for name in encoder if is_parameter(name)]
-    assert_equal(found, checkpoint.restore(path), taken)
-    fresh = initial(config)
-    assert_equal(found, fresh, fresh.keys() - taken)
-
-
-@pytest.mark.slow
 def test_another_vocabulary_size(corpus, uninterrupted, tmp_path):
     config = small_config_from(uninterrupted, corpus)
     config.model.vocab_size = 256  # a larger one gets new rows: added_tokens_test.py
