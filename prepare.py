@@ -189,13 +189,11 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
 
         # Describe the model, the devices and the data.
         for line in introduction(
-            config.data,
+            training,
             spec.model_config,
             spec.state_shapes.params,
             spec.trained,
             spec.mesh,
-            mixture,
-            held_out,
             has_task_metrics=config.infer_eval.every_steps > 0,
         ):
             terminal.line(line)
