@@ -18,6 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict
 
 import checkpoint
 import data
+import formats.open
 import infer
 import loop
 import model
@@ -30,7 +31,7 @@ import validation
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
 from formats.vocabulary import kept_files
-from messages import Refused, first_ten
+from messages import Refused
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, workdir
 from run.agreement import check_alike
@@ -97,15 +98,13 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     anything is compiled, for invalid settings, files and folders.
     """
     # The settings.
-    settings.check(config)
+    spec = make_spec(config)
     best.check_settings(config)
-    tasks.open.find(config.data)
     folder = paths.to_path(folder, may_be_new=True)
     checks.check_is_run(folder)
-    terminal = console.Console()
-    spec = make_spec(config)
 
     # The text.
+    terminal = console.Console()
     with terminal.working('Reading the text'):
         mixture = tasks.open.open_mixture(config.data)
         evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
@@ -169,7 +168,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
             options = own_options.default_options(spec.model_config)
             checks.compare_settings(directory, resolved, options, mixture)
-            start.choose(begin.leaves, wanted(spec).shapes)
+            formats.open.compare(wanted(spec).shapes, checkpoint.shapes(begin.leaves))
         results.Results(folder).scores()  # raises Refused for a damaged file
 
         # This process's rows of the batches: training in epochs or without end, validation once.
@@ -192,31 +191,24 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
 
         # Describe the model, the devices and the data.
         for line in introduction(
-            config.data,
+            training,
             spec.model_config,
             spec.state_shapes.params,
             spec.trained,
             spec.mesh,
-            mixture,
-            held_out,
+            has_task_metrics=config.infer_eval.every_steps > 0,
         ):
             terminal.line(line)
-
-        with_metrics = [task.name for task in held_out.tasks if task.task.metric_fns]
-        if with_metrics and not config.infer_eval.every_steps:
-            names = first_ten(with_metrics)
-            terminal.line(
-                f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
-            )
 
         # The examples of task metrics, and whether train.early_stopping has ended the run.
         with terminal.working('Reading the examples of task metrics'):
             read_tasks = task_metrics.read_tasks(
                 config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
             )
-        with terminal.working('Reading the first targets'):
-            for line in changes_of_targets(training.tasks):
-                terminal.line(line)
+        if not begin.is_resumed:
+            with terminal.working('Reading the first targets'):
+                for line in changes_of_targets(training.tasks):
+                    terminal.line(line)
         if config.save.best_metric:
             task_metrics.check_best_metric(config, held_out, read_tasks)
 
@@ -263,24 +255,16 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
                 num_examples = json.loads((directory / 'data_counts.json').read_bytes())
                 training.counts[:] = [num_examples[task.name] for task in training.tasks]
             interval = json.loads((directory / 'interval.json').read_bytes())
-            # A run started from restore.path may not have logged yet.
-            may_be_unlogged = config.restore.path and (folder / 'metrics.jsonl').exists()
-            gap = checks.missing_lines(lines, directory, len(interval), may_be_unlogged)
-            if gap:
-                terminal.line(gap)
 
         # The files of the run. config.json comes first: it marks the folder as a run.
         resolved['train']['num_microbatches'] = planned.num_microbatches
-        config_json = json.dumps(resolved, indent=1).encode()
+        files = {'config.json': json.dumps(resolved, indent=1).encode(), **kept_files(vocabulary)}
         if jax.process_index() == 0:
-            paths.replace_file(folder / 'config.json', config_json)
-            for name, content in kept_files(vocabulary).items():
-                paths.replace_file(folder / name, content)
             shapes = state_names.to_t5x(*spec.state_shapes)
             info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
-            paths.replace_file(folder / 'model-info.txt', info.encode())
-        files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
-        files |= kept_files(vocabulary)
+            for name, content in {**files, 'model-info.txt': info.encode()}.items():
+                paths.replace_file(folder / name, content)
+        files |= own_model.files_of(spec.model_config)
         base = model.without_adapters(spec.model_config)
         merge = functools.partial(model.merge_adapters, spec.model_config)
         base_params = jax.eval_shape(merge, spec.state_shapes.params)

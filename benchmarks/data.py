@@ -167,7 +167,9 @@ def our_text(num_workers: int, folder: Path) -> Iterator[Batch]:
     config = our_config()
     config.files = str(folder / 'corpus-*.txt')
     stream = open_our_stream(folder, config, num_epochs=1)
-    return (batch.features for batch in prefetch.batches(stream, num_workers))
+    batches = prefetch.batches(stream, num_workers)
+    of_epoch = itertools.takewhile(lambda batch: not batch.is_padding, batches)
+    return (batch.features for batch in of_epoch)
 
 
 def our_mixture(num_workers: int, folder: Path) -> Iterator[Batch]:

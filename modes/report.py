@@ -129,8 +129,8 @@ def numbers_of(folder: Path) -> Column:
     scores = results.Results(folder).scores()
     scores |= results.averages(scores)
     best_steps = results.best_steps(scores)
-    for tag, (title, group) in results.columns_of(scores).items():
-        add(title, scores[tag], best_steps[group])
+    for tag, title in results.columns_of(scores).items():
+        add(title, scores[tag], best_steps[results.group_of(tag)])
     if not column:
         raise Refused(f'--runs: {folder} has neither metrics.jsonl nor results: name a run')
     return column

@@ -26,24 +26,22 @@ class Batches:
         self.have_ended = False
         self._made = prefetch.batches(stream, num_workers)
         self._may_end = may_end
-        self._newest = prefetch.padding_before(stream, stream.rows)
         self._following: prefetch.PrefetchedBatch | None = self._receive()
 
     def next(self) -> prefetch.PrefetchedBatch:
-        """Return the next batch, unless they have ended. Raise the error of its making."""
-        self._newest = self._following or self._receive()
+        """Return the next batch: padding while only other processes still have rows. Raise the error of its making."""
+        batch = self._following or self._receive()
         self._following = None
         if self._may_end:
             self._following = self._receive()
-        return self._newest
+        return batch
 
     def _receive(self) -> prefetch.PrefetchedBatch:
-        """Return the batch that follows: padding while only other processes still have rows."""
-        following = partition.in_all(lambda: next(self._made, None))
+        following = partition.in_all(lambda: next(self._made))
         if self._may_end:
-            is_there = np.array(following is not None)
-            self.have_ended = not partition.from_processes(is_there).any()
-        return following or prefetch.padding_after(self._newest)
+            is_padding = partition.from_processes(np.array(following.is_padding))
+            self.have_ended = bool(is_padding.all())
+        return following
 
 
 def counts_of_all(stream: Stream, batch: prefetch.PrefetchedBatch) -> dict[str, list[int]]:

@@ -5,7 +5,6 @@ import json
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -76,7 +75,6 @@ MAY_CHANGE = (
     'data/max_bad_fraction',
 )
 LOCK_TEXT = b'process '  # the first bytes of our lock
-SECONDS_TO_SEE = 10  # until the others see a file that the first process made
 
 
 def check_is_run(workdir: paths.AnyPath) -> None:
@@ -129,13 +127,11 @@ def check_shared(workdir: paths.AnyPath) -> None:
     """Raise Refused if a process does not see what the first one writes into `workdir`."""
     if jax.process_count() == 1 or not isinstance(workdir, Path):
         return
-    number = partition.from_first_process(np.array(secrets.randbits(32)))
-    file = workdir / f'.seen-{number}'
+    number = np.array(secrets.randbits(32))
     if jax.process_index() == 0:
-        file.touch()
-    deadline = time.monotonic() + SECONDS_TO_SEE
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+        (workdir / f'.seen-{number}').touch()
+    # Nobody has asked for this name before: no client of a network disk believes that it is missing.
+    file = workdir / f'.seen-{partition.from_first_process(number)}'
     is_seen = partition.from_processes(np.array(file.exists()))
     if jax.process_index() == 0:
         file.unlink()
@@ -198,25 +194,21 @@ def compare_settings(
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_bytes())
-    is_other_text = old['data_fingerprint'] != settings['data_fingerprint']
-    may_change: tuple[str, ...] = MAY_CHANGE
+    may_change: tuple[str, ...] = (*MAY_CHANGE, 'data_fingerprint', 'corpus')
     if 'base' in settings:  # the base of adapters is compared by base/fingerprint
         may_change += ('restore/path', 'base/directory')
-    if is_other_text:
-        may_change += ('data_fingerprint', 'corpus')
     # A setting that is not in config.json is newer than the run.
     defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
     defaults |= checkpoint.flatten({'model': {'options': options}})
     changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
-    remedy = f'another --workdir, with --config.restore.path={workdir} to begin with its parameters'
+    if old['data_fingerprint'] != settings['data_fingerprint']:
+        files = json.loads((directory / 'data_files.json').read_bytes())
+        changes.append(describe_changes([FileRecord(**file) for file in files], mixture.files))
     if changes:
         raise Refused(
-            f'{workdir} holds a run with other settings ({"; ".join(changes)}): use those, or name {remedy}'
+            f'{workdir} holds a run with other settings or text ({"; ".join(changes)}): use those, or name another '
+            f'--workdir, with --config.restore.path={workdir} to begin with its parameters'
         )
-    if is_other_text:
-        files = json.loads((directory / 'data_files.json').read_bytes())
-        changes_of_text = describe_changes([FileRecord(**file) for file in files], mixture.files)
-        raise Refused(f'{workdir} holds a run on other text ({changes_of_text}), or name {remedy}')
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
@@ -228,30 +220,6 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = (
         if old.get(name) != new.get(name) and not name.startswith(may_change):
             changes.append(f'{name}: {old.get(name)!r} -> {new.get(name)!r}')
     return changes
-
-
-def missing_lines(
-    lines: Sequence[Mapping], directory: paths.AnyPath, num_unlogged: int, may_be_unlogged: bool
-) -> str:
-    """Return a line about the steps before a checkpoint that metrics.jsonl lacks, '' if there are none.
-
-    `lines`: those of metrics.jsonl; `num_unlogged`: the steps since the last logged one.
-    """
-    logged = [line['step'] for line in lines if line['run'] == 'train']
-    if not logged and may_be_unlogged:
-        return ''
-    step = checkpoint.step_of(directory)
-    assert step is not None
-    every_steps = read_stored(directory)['log']['every_steps']
-    expected = min(step // every_steps * every_steps, step - num_unlogged)
-    last = max(logged, default=0)
-    if last >= expected:
-        return ''
-    file = directory.parent / 'metrics.jsonl'
-    return (
-        f'{file} has no lines of the steps {last + 1:,} to {expected:,}: it is gone or cut. The run '
-        'continues without them.'
-    )
 
 
 # The model.

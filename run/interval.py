@@ -11,6 +11,7 @@ Source: T5X's TerminateOnNanAction and skip_nan_updates (t5x/adafactor.py).
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 import zlib
@@ -150,16 +151,14 @@ class Fault(NamedTuple):
         return f'step {self.step} is not finite: loss {self.loss:.6g}, gradient norm {norm}'
 
 
+@dataclasses.dataclass
 class NotFinite:
     """The steps of a run that are not finite."""
 
-    def __init__(self, config: ConfigDict, workdir: paths.AnyPath, first_step: int, count: int):
-        """`config`: config.train; `count`: the number of steps that were skipped."""
-        self.action = config.on_not_finite
-        self.max_count = config.max_not_finite
-        self.workdir = workdir
-        self.first_step = first_step
-        self.count = count
+    config: ConfigDict  # config.train
+    workdir: paths.AnyPath
+    first_step: int
+    count: int  # steps that were skipped
 
     def find(
         self, interval: Interval, step: int, stream: Stream, report: Callable[[str], None]
@@ -174,7 +173,7 @@ class NotFinite:
                 continue
             documents = '; '.join(stream.describe(interval.positions[-1 - ago]))
             fault = Fault(step - ago, metrics['loss'], metrics['gradient_norm'], documents)
-            if self.action != 'skip' or self.count >= self.max_count:
+            if self.config.on_not_finite != 'skip' or self.count >= self.config.max_not_finite:
                 return fault
             self.count += 1
             text = str(fault).capitalize()
@@ -183,13 +182,13 @@ class NotFinite:
         return None
 
     def used(self) -> str:
-        return f'{self.count:,} of train.max_not_finite={self.max_count:,}'
+        return f'{self.count:,} of train.max_not_finite={self.config.max_not_finite:,}'
 
     def error(self, fault: Fault) -> LossNotFinite:
         """Return the error of a fault, with a remedy."""
         found = str(fault)
         remedy = 'train.on_not_finite=skip'
-        if self.action == 'skip':
+        if self.config.on_not_finite == 'skip':
             found += f'. The run has used up {self.used()}'
             remedy = 'a larger train.max_not_finite'
         saved = checkpoint.steps(self.workdir)

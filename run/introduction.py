@@ -4,25 +4,25 @@ from collections.abc import Collection, Mapping
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 import tasks.open
 from messages import first_ten
 from model import T5Config
 from sources.open import find_cache
-from stream import OpenMixture, Stream
+from stream import Stream
 
 
 def introduction(
-    config: ConfigDict,
+    training: Stream,
     model_config: T5Config,
     params: Mapping[str, jax.ShapeDtypeStruct],
     trained: Collection[str],
     mesh: Mesh,
-    mixture: OpenMixture,
-    held_out: Stream,
+    has_task_metrics: bool,
 ) -> list[str]:
-    """Return the first lines of a run. `config`: config.data; `trained`: the parameters that are not frozen."""
+    """Return the first lines of a run. `trained`: the parameters that are not frozen."""
+    config = training.config
+    mixture = training.mixture
     lines = []
     if mixture.corpus == 'pydoc instead of C4':
         lines += [
@@ -43,11 +43,10 @@ def introduction(
         rates = [f'{task.name} {task.rate:.3g}' for task in mixture.tasks]
         description = f'mixture of {len(rates)} tasks: {first_ten(rates)}'
     platform = mesh.devices.flat[0].platform
-    vocabulary_size = held_out.vocabulary.size
     lines += [
         f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
-        f'Text: {description}; vocabulary: {vocabulary_size:,} pieces.',
+        f'Text: {description}; vocabulary: {training.vocabulary.size:,} pieces.',
     ]
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
@@ -57,5 +56,11 @@ def introduction(
         lines.append(
             f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
             f'of data.task={config.task!r}.'
+        )
+    with_metrics = [task.name for task in mixture.tasks if task.task.metric_fns]
+    if with_metrics and not has_task_metrics:
+        names = first_ten(with_metrics)
+        lines.append(
+            f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
         )
     return lines

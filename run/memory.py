@@ -37,16 +37,16 @@ class Plan(NamedTuple):
 
 
 def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
-    """Return the numbers of microbatches to try, ascending, from `requested` ('auto': 1) on.
+    """Return the numbers of microbatches to try: `requested`, or ascending all that divide the rows for 'auto'.
 
-    `num_rows`: the rows of a batch on one device, which the microbatches divide.
+    `num_rows`: the rows of a batch on one device.
     """
     counts = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
     if requested == 'auto':
         return counts
     if requested not in counts:
         raise Refused(f"train.num_microbatches={requested!r}: use 'auto' or one of {counts}")
-    return [n for n in counts if n >= requested]
+    return [int(requested)]
 
 
 def fit_step(
@@ -61,39 +61,36 @@ def fit_step(
     Raises Refused where it fits with none or not with the `requested` number.
     """
     limit = memory_limit(mesh)
-    counts = microbatch_counts(requested, num_rows)
-    first = counts[0]
-    last = first
-    needs: dict[int, float] = {}  # {number of microbatches: bytes}
-    for n in counts:
+    note = ''
+    tried = 0  # the last number of microbatches that was compiled
+    need = 0.0  # its bytes
+    for n in microbatch_counts(requested, num_rows):
         # Skip n if it would not fit even with memory proportional to its rows.
-        if needs and 0.95 * needs[last] * last / n > limit:
+        if 0.95 * need * tried / n > limit:
             continue
-        last = n
+        tried = n
         try:
             step = compile_step(n)
-            needs[n] = step_bytes(step, mesh, state_bytes)
+            need = step_bytes(step, mesh, state_bytes)
         except jax.errors.JaxRuntimeError as error:
             # XLA refuses a step on a TPU, and says what it needs.
             found = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
             if found is None:
                 raise
-            needs[n] = float(found[1]) * 1024 ** (1 + 'KMGT'.index(found[2]))
-        if needs[n] <= limit:
-            break
-    if needs[first] <= limit:
-        return Plan(step, first, note='')
-    comparison = (
-        f'train.num_microbatches={requested}: a step in {first} microbatch(es) needs '
-        f'{needs[first] / GIB:.1f} GiB of memory, and {limit / GIB:.1f} are available'
-    )
-    if needs[last] <= limit and requested == 'auto':
-        note = f'{comparison}; so it takes {last}, with the same gradients.'
-        return Plan(step, last, note)
-    remedy = f'use {last}, or auto'
-    if needs[last] > limit:
-        remedy = f'{last} do not fit either: use more devices or a smaller train.batch_size'
-    raise Refused(f'{comparison}: {remedy}')
+            need = float(found[1]) * 1024 ** (1 + 'KMGT'.index(found[2]))
+        if need <= limit:
+            if note:
+                note += f'; so it takes {n}, with the same gradients.'
+            return Plan(step, n, note)
+        if not note:
+            note = (
+                f'train.num_microbatches={requested}: a step in {n} microbatch(es) needs {need / GIB:.1f} GiB of '
+                f'memory, and {limit / GIB:.1f} are available'
+            )
+    remedy = 'use auto, more devices or a smaller train.batch_size'
+    if requested == 'auto':
+        remedy = f'{tried} do not fit either: use more devices or a smaller train.batch_size'
+    raise Refused(f'{note}: {remedy}')
 
 
 def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:

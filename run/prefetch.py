@@ -6,14 +6,14 @@ Neither changes a batch: a process makes its rows as another host would. Imports
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import gc
 import itertools
 import multiprocessing
-import pickle
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -36,132 +36,108 @@ class PrefetchedBatch(NamedTuple):
     counts: NDArray  # the stream's, int64 [tasks, 2]
     faults: list[str]  # lines left out since the batch before, at most ten of each task
     num_faults: int  # lines left out so far
+    is_padding: bool  # the rows have ended before
 
 
 def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
-    """Yield the batches of a stream from its position on, made ahead in a thread.
+    """Yield the batches of a stream from its position on, made ahead in a thread, then padding without end.
 
     With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
     is. An error in a process is raised instead of its batch.
     """
-    if num_workers == 0:
-        yield from ahead_in_thread(batches_of(stream))
-        return
-    workers = Workers(stream, num_workers)
-    try:
-        yield from ahead_in_thread(workers.batches())
-    finally:
-        workers.stop()
+    made = batches_of(stream)
+    if num_workers > 0:
+        made = batches_of_workers(stream, num_workers)
+    with contextlib.closing(made):
+        yield from ahead_in_thread(made)
 
 
-def batches_of(stream: Stream) -> Iterator[PrefetchedBatch]:
-    """Yield the batches of a stream, with its positions and counts."""
+def batches_of(stream: Stream) -> Generator[PrefetchedBatch, None, None]:
+    """Yield the batches of a stream, with its positions and counts, then padding without end."""
     before = stream.position
-    for features in stream:
+    padding = stream.batch_of([[] for _ in stream.rows])
+    while True:
+        features = next(stream, None)
         after = stream.position
-        counts = stream.counts.copy()
-        yield PrefetchedBatch(features, before, after, counts, *stream.mixture.faults())
+        yield PrefetchedBatch(
+            features or padding,
+            before,
+            after,
+            stream.counts.copy(),
+            *stream.mixture.faults(),
+            is_padding=features is None,
+        )
         before = after
-
-
-def padding_before(stream: Stream, rows: range) -> PrefetchedBatch:
-    """Return `rows` of padding, as if they came before the next batch of a stream."""
-    features = stream.batch_of([[] for _ in rows])
-    first = rows.start - stream.rows.start
-    position = stream.position[first : first + len(rows)]
-    counts = np.zeros_like(stream.counts)
-    return PrefetchedBatch(features, position, position, counts, faults=[], num_faults=0)
-
-
-def padding_after(batch: PrefetchedBatch) -> PrefetchedBatch:
-    """Return rows of padding that come after a batch, the last one of a stream."""
-    features = {name: np.zeros_like(x) for name, x in batch.features.items()}
-    return batch._replace(features=features, before=batch.after, faults=[])
 
 
 def ahead_in_thread(
     batches: Iterator[PrefetchedBatch], depth: int = DEPTH
 ) -> Iterator[PrefetchedBatch]:
-    """Yield `batches`, which a thread makes ahead."""
+    """Yield `batches`, which have no end and which a thread makes ahead."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        ahead = collections.deque(thread.submit(next, batches, None) for _ in range(depth))
+        ahead = collections.deque(thread.submit(next, batches) for _ in range(depth))
         while True:
             batch = ahead.popleft().result()
-            if batch is None:
-                return
-            ahead.append(thread.submit(next, batches, None))
+            ahead.append(thread.submit(next, batches))
             yield batch
 
 
 # Worker processes.
 
 
-class Workers:
-    """Processes that make the batches of a stream, each some of its rows, from what config.data names."""
-
-    def __init__(self, stream: Stream, num_workers: int):
-        self.stream = stream
-        self.workers: list[Worker] = []
-        num_bounds = min(num_workers, len(stream.rows)) + 1
-        bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
+def batches_of_workers(stream: Stream, num_workers: int) -> Generator[PrefetchedBatch, None, None]:
+    """Yield batches that processes make, each some of the rows, from what config.data names."""
+    num_bounds = min(num_workers, len(stream.rows)) + 1
+    bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
+    with contextlib.ExitStack() as stack:
+        workers = []
         for begin, end in itertools.pairwise(bounds.tolist()):
-            self.workers.append(Worker(stream, range(begin, end)))
-        for worker in self.workers:  # after all processes have started to import
+            workers.append(Worker(range(begin, end)))
+            stack.callback(workers[-1].stop)
+        for worker in workers:  # after all processes have started to import
             worker.begin(stream)
-        atexit.register(self.stop)
-
-    def batches(self) -> Iterator[PrefetchedBatch]:
-        """Yield batches with the rows of all workers, until the rows of all have ended."""
         while True:
-            parts = [worker.receive() for worker in self.workers]
-            if all(worker.has_ended for worker in self.workers):
-                return
+            parts = [worker.receive() for worker in workers]
             features = {}
             for name in parts[0].features:
                 features[name] = np.concatenate([part.features[name] for part in parts])
             before = np.concatenate([part.before for part in parts])
             after = np.concatenate([part.after for part in parts])
-            counts = self.stream.counts.copy()
-            faults, num_faults = self.stream.mixture.faults()
+            counts = stream.counts.copy()
+            faults, num_faults = stream.mixture.faults()
             for part in parts:
                 counts += part.counts
                 faults = faults + part.faults
                 num_faults += part.num_faults
-            yield PrefetchedBatch(features, before, after, counts, faults, num_faults)
-
-    def stop(self) -> None:
-        """End the processes, whatever they are doing."""
-        atexit.unregister(self.stop)
-        for worker in self.workers:
-            worker.stop()
+            is_padding = all(part.is_padding for part in parts)
+            yield PrefetchedBatch(features, before, after, counts, faults, num_faults, is_padding)
 
 
 class Worker:
-    """A process that makes some rows of a stream. `newest` is what it sent last."""
+    """A process that makes some rows of a stream."""
 
-    def __init__(self, stream: Stream, rows: range):
+    def __init__(self, rows: range):
         self.rows = rows
-        self.newest = padding_before(stream, rows)
-        self.has_ended = False
         # A process that is forked would share the locks of this one's threads.
         context = multiprocessing.get_context('spawn')
         self.connection, workers_end = context.Pipe()
         self.process = context.Process(target=make_batches, args=(workers_end,), daemon=True)
         self.process.start()
         workers_end.close()
+        atexit.register(self.stop)
 
     def begin(self, stream: Stream) -> None:
         """Tell the process what to make."""
         options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
         mixture = options.pop('mixture')  # has functions that cannot be sent
         options['rows'] = self.rows
-        work = (mixture.reopen, mixture.fingerprint, self.newest.after, options)
+        first = self.rows.start - stream.rows.start
+        position = stream.position[first : first + len(self.rows)]
+        work = (mixture.reopen, mixture.fingerprint, position, options)
         send(work, self.connection)  # `receive` tells if the process has ended
 
     def receive(self) -> PrefetchedBatch:
-        """Return the next batch of these rows, padding after the last. Raise the worker's error."""
-        if self.has_ended:
-            return padding_after(self.newest)
+        """Return the next batch of these rows. Raise the worker's error."""
         try:
             received = self.connection.recv()
         except (EOFError, ConnectionError):  # the latter if it has not read its work
@@ -172,24 +148,22 @@ class Worker:
             ) from None
         if isinstance(received, Exception):
             raise received
-        if received is None:
-            self.has_ended = True
-            return padding_after(self.newest)
-        self.newest = received
         return received
 
     def stop(self) -> None:
+        """End the process, whatever it is doing."""
+        atexit.unregister(self.stop)
         self.process.kill()
         self.process.join()
         self.connection.close()
 
 
 def make_batches(connection: Connection) -> None:
-    """Receive the work of a worker. Send its batches, and None after the last."""
+    """Receive the work of a worker. Send its batches."""
     # Records have no reference cycles; collecting garbage as often as usual takes a fifth of the time.
     gc.set_threshold(100_000)
 
-    def messages() -> Iterator[PrefetchedBatch | None]:
+    def messages() -> Iterator[PrefetchedBatch]:
         reopen, fingerprint, position, options = connection.recv()
         config = options['config']
         options['vocabulary'].num_threads = 1  # the other cores have workers of their own
@@ -202,7 +176,6 @@ def make_batches(connection: Connection) -> None:
         _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
             yield batch._replace(num_faults=batch.num_faults - num_told)
-        yield None
 
     send_all(messages(), connection)
 
@@ -216,20 +189,10 @@ def send_all(messages: Iterable[object], connection: Connection) -> None:
         for message in messages:
             if not send(message, connection):
                 return
-    except Exception as error:
-        send(portable(error), connection)
-
-
-def portable(error: Exception) -> Exception:
-    """Return an error that pickle sends to another process, with its traceback as a note."""
-    lines = traceback.format_exception(error)
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # its class takes other arguments than its message
-        error = RuntimeError(''.join(traceback.format_exception_only(error)))
-    if not isinstance(error, Refused | OSError):
-        error.add_note(f'In a process of its own:\n{"".join(lines)}')
-    return error
+    except (Refused, OSError) as error:
+        send(error, connection)
+    except Exception:  # pickle may not rebuild it
+        send(RuntimeError(f'in a process of its own:\n{traceback.format_exc()}'), connection)
 
 
 def send(message: object, connection: Connection) -> bool:

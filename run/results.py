@@ -2,7 +2,7 @@
 
     inference_eval/TASK-STEP.jsonl      a line per example: input, target, output, prediction, score
     inference_eval/TASK-metrics.jsonl   a line per step: {"step": 1000, "accuracy": 71.5}
-    inference_eval/TASK-settings.json   {step: what the numbers of its line depend on, as hashes}
+    inference_eval/TASK-settings.json   {step: hashes of what its line depends on}
     results.csv                         T5's table: a row per step, a column per metric
 
 The first two are as SeqIO's loggers write them. The table is made from the second ones after each
@@ -11,14 +11,13 @@ t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py. Imports no jax.
 """
 
 import csv
-import hashlib
 import io
 import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import paths
 from formats.best import read_lines
@@ -36,62 +35,54 @@ Line = dict[str, Any]  # one of TASK-metrics.jsonl: a step, numbers and texts
 
 # T5's table.
 
-
-class Column(NamedTuple):
-    """A column of T5's table. Columns of one group have their best step in common."""
-
-    title: str
-    group: str
-
-
 GLUE = {
-    'glue_cola_v002/matthews_corrcoef': Column('CoLA', 'CoLA'),
-    'glue_sst2_v002/accuracy': Column('SST-2', 'SST-2'),
-    'glue_mrpc_v002/f1': Column('MRPC (F1)', 'MRPC'),
-    'glue_mrpc_v002/accuracy': Column('MRPC (accuracy)', 'MRPC'),
-    'glue_stsb_v002/pearson_corrcoef': Column('STSB (Pearson)', 'STSB'),
-    'glue_stsb_v002/spearman_corrcoef': Column('STSB (Spearman)', 'STSB'),
-    'glue_qqp_v002/f1': Column('QQP (F1)', 'QQP'),
-    'glue_qqp_v002/accuracy': Column('QQP (accuracy)', 'QQP'),
-    'glue_mnli_matched_v002/accuracy': Column('MNLIm', 'MNLI'),
-    'glue_mnli_mismatched_v002/accuracy': Column('MNLImm', 'MNLI'),
-    'glue_qnli_v002/accuracy': Column('QNLI', 'QNLI'),
-    'glue_rte_v002/accuracy': Column('GLUE RTE', 'GLUE RTE'),
+    'glue_cola_v002/matthews_corrcoef': 'CoLA',
+    'glue_sst2_v002/accuracy': 'SST-2',
+    'glue_mrpc_v002/f1': 'MRPC (F1)',
+    'glue_mrpc_v002/accuracy': 'MRPC (accuracy)',
+    'glue_stsb_v002/pearson_corrcoef': 'STSB (Pearson)',
+    'glue_stsb_v002/spearman_corrcoef': 'STSB (Spearman)',
+    'glue_qqp_v002/f1': 'QQP (F1)',
+    'glue_qqp_v002/accuracy': 'QQP (accuracy)',
+    'glue_mnli_matched_v002/accuracy': 'MNLIm',
+    'glue_mnli_mismatched_v002/accuracy': 'MNLImm',
+    'glue_qnli_v002/accuracy': 'QNLI',
+    'glue_rte_v002/accuracy': 'GLUE RTE',
 }
 SUPER_GLUE = {
-    'super_glue_boolq_v102/accuracy': Column('BoolQ (accuracy)', 'BoolQ'),
-    'super_glue_cb_v102/mean_3class_f1': Column('CB (F1)', 'CB'),
-    'super_glue_cb_v102/accuracy': Column('CB (accuracy)', 'CB'),
-    'super_glue_copa_v102/accuracy': Column('CoPA', 'CoPA'),
-    'super_glue_multirc_v102/f1': Column('MultiRC (F1)', 'MultiRC'),
-    'super_glue_multirc_v102/exact_match': Column('MultiRC (EM)', 'MultiRC'),
-    'super_glue_record_v102/f1': Column('ReCoRD (F1)', 'ReCoRD'),
-    'super_glue_record_v102/em': Column('ReCoRD (EM)', 'ReCoRD'),
-    'super_glue_rte_v102/accuracy': Column('SuperGLUE RTE', 'SuperGLUE RTE'),
-    'super_glue_wic_v102/accuracy': Column('WiC', 'WiC'),
-    'super_glue_wsc_v102_simple_eval/accuracy': Column('WSC', 'WSC'),
+    'super_glue_boolq_v102/accuracy': 'BoolQ (accuracy)',
+    'super_glue_cb_v102/mean_3class_f1': 'CB (F1)',
+    'super_glue_cb_v102/accuracy': 'CB (accuracy)',
+    'super_glue_copa_v102/accuracy': 'CoPA',
+    'super_glue_multirc_v102/f1': 'MultiRC (F1)',
+    'super_glue_multirc_v102/exact_match': 'MultiRC (EM)',
+    'super_glue_record_v102/f1': 'ReCoRD (F1)',
+    'super_glue_record_v102/em': 'ReCoRD (EM)',
+    'super_glue_rte_v102/accuracy': 'SuperGLUE RTE',
+    'super_glue_wic_v102/accuracy': 'WiC',
+    'super_glue_wsc_v102_simple_eval/accuracy': 'WSC',
 }
 AVERAGES = {
     'Average GLUE Score': GLUE,
     'Average SuperGLUE Score': SUPER_GLUE,
 }
-# The averages and the columns of T5's table, in its order.
+# The averages and the columns of T5's table, in its order: {'TASK/METRIC': title}.
 KNOWN = {
-    'Average GLUE Score': Column('Average GLUE Score', 'Average GLUE Score'),
+    'Average GLUE Score': 'Average GLUE Score',
     **GLUE,
-    'cnn_dailymail_v002/rouge1': Column('CNN/DM (ROUGE-1)', 'CNN/DM'),
-    'cnn_dailymail_v002/rouge2': Column('CNN/DM (ROUGE-2)', 'CNN/DM'),
-    'cnn_dailymail_v002/rougeL': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
-    'cnn_dailymail_v002/rougeLsum': Column('CNN/DM (ROUGE-L)', 'CNN/DM'),
-    'squad_v010_allanswers/em': Column('SQuAD (EM)', 'SQuAD'),
-    'squad_v010_allanswers/f1': Column('SQuAD (F1)', 'SQuAD'),
-    'Average SuperGLUE Score': Column('Average SuperGLUE Score', 'Average SuperGLUE Score'),
+    'cnn_dailymail_v002/rouge1': 'CNN/DM (ROUGE-1)',
+    'cnn_dailymail_v002/rouge2': 'CNN/DM (ROUGE-2)',
+    'cnn_dailymail_v002/rougeL': 'CNN/DM (ROUGE-L)',
+    'cnn_dailymail_v002/rougeLsum': 'CNN/DM (ROUGE-L)',
+    'squad_v010_allanswers/em': 'SQuAD (EM)',
+    'squad_v010_allanswers/f1': 'SQuAD (F1)',
+    'Average SuperGLUE Score': 'Average SuperGLUE Score',
     **SUPER_GLUE,
-    'dpr_v001_simple/accuracy': Column('DPR', 'DPR'),
-    'wmt_t2t_ende_v003/bleu': Column('WMT T2T En-De', 'WMT T2T En-De'),
-    'wmt14_ende_v003/bleu': Column('WMT14 En-De', 'WMT14 En-De'),
-    'wmt15_enfr_v003/bleu': Column('WMT15 En-Fr', 'WMT15 En-Fr'),
-    'wmt16_enro_v003/bleu': Column('WMT16 En-Ro', 'WMT16 En-Ro'),
+    'dpr_v001_simple/accuracy': 'DPR',
+    'wmt_t2t_ende_v003/bleu': 'WMT T2T En-De',
+    'wmt14_ende_v003/bleu': 'WMT14 En-De',
+    'wmt15_enfr_v003/bleu': 'WMT15 En-Fr',
+    'wmt16_enro_v003/bleu': 'WMT16 En-Ro',
 }
 
 
@@ -104,13 +95,13 @@ def table(scores: Scores) -> str:
     scores = dict(scores) | averages(scores)
     columns = columns_of(scores)
     steps = sorted({step for of_tag in scores.values() for step in of_tag})
-    rows = [['step', *[column.title for column in columns.values()]]]
+    rows = [['step', *columns.values()]]
     for step in steps:
         rows.append([str(step), *[format_value(scores[tag].get(step)) for tag in columns]])
     best = best_steps(scores)
     rows += [['max'], ['step']]
-    for tag, column in columns.items():
-        step = best[column.group]
+    for tag in columns:
+        step = best[group_of(tag)]
         rows[-2].append(format_value(scores[tag].get(step)))
         rows[-1].append(str(step))
     file = io.StringIO()
@@ -118,10 +109,17 @@ def table(scores: Scores) -> str:
     return file.getvalue().removesuffix('\n')
 
 
-def columns_of(tags: Collection[str]) -> dict[str, Column]:
-    """Return the columns of 'TASK/METRIC': those of T5's table in its order, then others by name."""
-    known = {tag: column for tag, column in KNOWN.items() if tag in tags}
-    return known | {tag: Column(tag, tag) for tag in sorted(tags) if tag not in KNOWN}
+def columns_of(tags: Collection[str]) -> dict[str, str]:
+    """Return the titles of 'TASK/METRIC': those of T5's table in its order, then others by name."""
+    known = {tag: title for tag, title in KNOWN.items() if tag in tags}
+    return known | {tag: tag for tag in sorted(tags) if tag not in KNOWN}
+
+
+def group_of(tag: str) -> str:
+    """Return what has its best step in common: T5's columns of a task, and MNLI's two; others are alone."""
+    if tag not in KNOWN:
+        return tag
+    return tag.partition('/')[0].replace('_mismatched', '_matched')
 
 
 def averages(scores: Scores) -> dict[str, dict[int, float]]:
@@ -132,8 +130,8 @@ def averages(scores: Scores) -> dict[str, dict[int, float]]:
             continue
         for step in sorted(set.intersection(*[set(scores[tag]) for tag in columns])):
             groups: dict[str, list[float]] = {}
-            for tag, column in columns.items():
-                groups.setdefault(column.group, []).append(scores[tag][step])
+            for tag in columns:
+                groups.setdefault(group_of(tag), []).append(scores[tag][step])
             average = mean([mean(values) for values in groups.values()])
             found.setdefault(title, {})[step] = average
     return found
@@ -142,15 +140,15 @@ def averages(scores: Scores) -> dict[str, dict[int, float]]:
 def best_steps(scores: Scores) -> dict[str, int]:
     """Return {group: the first step with the largest mean over its columns}. nan is worse than any number."""
     groups: dict[str, dict[int, list[float]]] = {}
-    for tag, column in columns_of(scores).items():
-        of_group = groups.setdefault(column.group, {})
+    for tag in columns_of(scores):
+        of_group = groups.setdefault(group_of(tag), {})
         for step, value in scores[tag].items():
             of_group.setdefault(step, []).append(value)
     best = {}
-    for group, values in groups.items():
+    for group, of_group in groups.items():
         means = {}
-        for step in sorted(values):
-            average = mean(values[step])
+        for step in sorted(of_group):
+            average = mean(of_group[step])
             means[step] = -math.inf if math.isnan(average) else average
         best[group] = max(means, key=means.__getitem__)
     return best
@@ -185,12 +183,10 @@ class Results:
         self.folder = folder / FOLDER
 
     def settings_of(self, name: str, step: int) -> str | None:
-        """Return the settings of a task's results at a step; None without results, or if their line was changed."""
+        """Return the settings of a task's results at a step; None without results."""
         entry = self.entries(name).get(str(step))
-        for line in self.lines(name):
-            if line['step'] == step and isinstance(entry, dict):
-                settings = str(entry.get('settings'))
-                return settings if entry.get('hash') == hash_of(line, settings) else None
+        if isinstance(entry, dict) and step in [line['step'] for line in self.lines(name)]:
+            return str(entry.get('settings'))
         return None
 
     def write(
@@ -203,22 +199,21 @@ class Results:
     ) -> bool:
         """Write the results of a task at a step, and replace those of the same settings.
 
-        The line in TASK-metrics.jsonl comes after the examples: where it is, they are. Return False, and
-        write nothing, if there are results of other settings.
+        The line in TASK-metrics.jsonl comes last: where it is, the others are. Return False, and write nothing,
+        if there are results of other settings.
         """
-        new_line = {'step': step, **values}
         with alone_in(self.folder):  # several evaluations may write at once
             if self.settings_of(name, step) not in (None, settings):
                 return False
             content = ''.join(map(as_line, examples))
             paths.replace_file(self.file(name, f'-{step:06}.jsonl'), content.encode())
+            entries = self.entries(name) | {str(step): {'settings': settings}}
+            content = json.dumps(entries, indent=1)
+            paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
             others = [line for line in self.lines(name) if line['step'] != step]
-            lines = sorted([*others, new_line], key=lambda line: line['step'])
+            lines = sorted([*others, {'step': step, **values}], key=lambda line: line['step'])
             content = ''.join(map(as_line, lines))
             paths.replace_file(self.file(name, METRICS_SUFFIX), content.encode())
-            entry = {'settings': settings, 'hash': hash_of(new_line, settings)}
-            content = json.dumps(self.entries(name) | {str(step): entry}, indent=1)
-            paths.replace_file(self.file(name, SETTINGS_SUFFIX), content.encode())
         return True
 
     def write_table(self) -> None:
@@ -243,18 +238,12 @@ class Results:
         return read_lines(self.file(name, METRICS_SUFFIX))
 
     def entries(self, name: str) -> dict[str, object]:
-        """Return {step: {'settings', 'hash'}} of TASK-settings.json."""
+        """Return {step: {'settings': …}} of TASK-settings.json."""
         file = self.file(name, SETTINGS_SUFFIX)
         return paths.read_json(file) if file.exists() else {}
 
     def file(self, name: str, suffix: str) -> AnyPath:
         return self.folder / f'{file_name(name)}{suffix}'
-
-
-def hash_of(line: Line, settings: str) -> str:
-    """Return a hash that ties a line's numbers to `settings`."""
-    content = json.dumps([line, settings]).encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def file_name(name: str) -> str:

@@ -45,12 +45,12 @@ class Wanted(NamedTuple):
 class Start(NamedTuple):
     """What a run starts from."""
 
-    step: int
-    is_resumed: bool  # from a checkpoint in its own workdir
-    leaves: dict[str, Any]  # from a checkpoint's index; missing ones get their initial value
-    base: dict[str, str]  # for adapters, formats.open.describe_base of their checkpoint
-    vocabulary_model: bytes  # the checkpoint's own; b'' if it has none
-    description: str
+    step: int = 0
+    is_resumed: bool = False  # from a checkpoint in its own workdir
+    leaves: Mapping[str, Any] = {}  # from a checkpoint's index; others get their initial value
+    base: Mapping[str, str] = {}  # for adapters, formats.open.describe_base of their checkpoint
+    vocabulary_model: bytes = b''  # the checkpoint's own; b'' if it has none
+    description: str = 'From scratch'
 
 
 def find_start(
@@ -92,55 +92,88 @@ def find_start(
 def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
-    Step and optimizer state are restored too, as in T5X. Adapters start at step 0.
+    Step and optimizer state are restored too, as in T5X. Adapters start at step 0. A stage takes leaves, and returns
+    those that it keeps with a note for the user.
     """
     chosen = config.restore
-    adapters = model.adapter_paths(wanted.model_config)
-    setting = f'model.module={config.model.module!r}'
-    if config.model.lora_rank:
-        setting = f'model.lora_rank={config.model.lora_rank}'
-    if adapters and (not chosen.path or chosen.dtype not in ('float32', '')):
-        raise Refused(
-            f'restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: {setting} needs a checkpoint, and float32'
-        )
     if not chosen.path:
-        return Start(0, False, leaves={}, base={}, vocabulary_model=b'', description='From scratch')
-
-    # Open the checkpoint.
+        check_adapters(config, wanted, index={}, leaves={})
+        return Start()
     try:
         opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
     except (Refused, OSError) as error:
         raise Refused(f'restore.path={chosen.path}: {error}') from error
-    formats.open.check_family(opened.directory, wanted.model_config)
+    directory = opened.directory
+    formats.open.check_family(directory, wanted.model_config)
     if chosen.strict:
         remedy = 'restore its parameters with restore.strict=False'
-        own_model.check_same(opened.directory, wanted.model_config, remedy, may_be_plain=True)
+        own_model.check_same(directory, wanted.model_config, remedy, may_be_plain=True)
 
-    # Leave out the optimizer state of frozen parameters.
-    index = {}
-    for path, leaf in opened.leaves.items():
-        parameter, _, _ = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
-        is_known = f'{checkpoint.PARAMETER_PREFIX}{parameter}' in wanted.shapes
-        is_frozen = is_known and parameter not in wanted.trained
-        if not is_slot(path) or not is_frozen:
-            index[path] = leaf
-    num_frozen = len(opened.leaves) - len(index)
-
-    # Choose what the model needs. Averages begin with the parameters that a run starts from.
-    expected = dict(wanted.shapes)
-    for average in t5x.average_paths(expected):
-        del expected[average]
-    # Without optimizer state the step is not restored either.
-    if adapters or not any(is_slot(path) for path in index):
-        expected = only_parameters(expected)
-        index = only_parameters(index)
-    for path in adapters:
-        expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}', None)
-    # New rows of the token table, and columns of the logits.
     of_vocabulary = vocabulary_paths(wanted.model_config)
-    grown = with_new_rows(index, expected, of_vocabulary)
-    untrained = of_vocabulary.difference(wanted.trained)
-    if grown and adapters and untrained:
+    index, note_of_state = without_unused_state(opened.leaves, wanted)
+    try:
+        leaves, note = choose(
+            index, expected_shapes(index, wanted), chosen.only, chosen.strict, of_vocabulary
+        )
+    except (Refused, re.error) as error:
+        raise Refused(
+            f'restore.path={chosen.path}, restore.only={chosen.only!r}: {error}: change it, or set restore.strict=False'
+        ) from error
+    check_files(chosen.path, leaves)
+    check_adapters(config, wanted, index, leaves)
+    slots = 'without any'
+    if any(map(is_slot, leaves)):
+        slots = 'with the'
+        check_same_divisor(config, directory)
+    step = formats.open.saved_step(leaves)  # 0 if it is not restored
+    if step >= config.train.steps and not config.train.relative_steps:
+        raise Refused(
+            f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only'
+        )
+    vocabulary = initial_vocabulary(config, directory)
+    if any(f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves for path in of_vocabulary):
+        check_keeps_ids(config, directory, vocabulary)
+
+    # Adapters may begin with values that are made from the base.
+    base = {}
+    if model.adapter_paths(wanted.model_config):
+        base = formats.open.describe_base(opened)
+        initial = wanted.model_config.modules.initial_adapters
+        if initial is not None:
+            read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
+            adapters = initial(wanted.model_config, read, vocabulary, config.seed)
+            leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in adapters.items()}
+    return Start(
+        step=step,
+        leaves=leaves,
+        base=base,
+        vocabulary_model=vocabulary.model,
+        description=f'From step {step:,} of {directory}, {slots} optimizer state{note}{note_of_state}',
+    )
+
+
+def check_adapters(
+    config: ConfigDict, wanted: Wanted, index: Mapping[str, Any], leaves: Mapping[str, Any]
+) -> None:
+    """Raise Refused unless adapters, if there are any, begin with just the parameters of their base.
+
+    `index`: the arrays of the base; `leaves`: those that are restored.
+    """
+    if not model.adapter_paths(wanted.model_config):
+        return
+    chosen = config.restore
+    setting = f'model.module={config.model.module!r}'
+    if config.model.lora_rank:
+        setting = f'model.lora_rank={config.model.lora_rank}'
+    is_base = leaves.keys() == index.keys() == expected_shapes(index, wanted).keys()
+    if not is_base or chosen.dtype not in ('float32', ''):
+        raise Refused(
+            f'restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: {setting} needs just the parameters of a '
+            'checkpoint, in float32: set restore.only=target/.*, restore.strict=True'
+        )
+    of_vocabulary = vocabulary_paths(wanted.model_config)
+    has_new_rows = any(np.shape(leaf) != np.shape(index[path]) for path, leaf in leaves.items())
+    if has_new_rows and of_vocabulary.difference(wanted.trained):
         patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
         if config.model.lora_rank:
             patterns.append(model.ADAPTER)
@@ -149,92 +182,51 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows, '
             f'which adapters alone do not train: set optimizer.trainable={trainable!r}'
         )
-    index |= grown
-    try:
-        leaves = choose(index, expected, chosen.only, chosen.strict)
-    except (Refused, re.error) as error:
-        raise Refused(
-            f'restore.path={chosen.path}, restore.only={chosen.only!r}: {error}: change it, or set restore.strict=False'
-        ) from error
-    check_files(chosen.path, leaves)
-    if adapters and not leaves.keys() == index.keys() == expected.keys():
-        raise Refused(
-            f'restore.path={chosen.path}: {setting} needs just its parameters: set restore.only=target/.*, restore.strict=True'
-        )
-    has_slots = any(is_slot(path) for path in leaves)
-    if has_slots:
-        check_same_divisor(config, opened.directory)
-    step = formats.open.saved_step(leaves)  # 0 if it is not restored
-    if step >= config.train.steps and not config.train.relative_steps:
-        raise Refused(
-            f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only'
-        )
 
-    # data.vocabulary takes precedence over the checkpoint's own vocabulary.
-    name = config.data.vocabulary
-    extra_ids = config.data.extra_ids
-    vocabulary_model = b''
-    if name:
-        vocabulary = named_vocabulary('data.vocabulary', name, extra_ids)
-    else:
-        own = find_vocabulary(opened.directory)
-        if own is None or not own.model:
-            raise Refused(f'restore.path={chosen.path} has no vocabulary: set data.vocabulary')
-        vocabulary_model = own.model
-        vocabulary = of_model(own.model, extra_ids)
-    if any(f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves for path in of_vocabulary):
-        check_keeps_ids(config, opened.directory, vocabulary)
 
-    # Adapters may begin with values that are made from the base.
-    made = wanted.model_config.modules.initial_adapters
-    if adapters and made is not None:
-        read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
-        initial = made(wanted.model_config, read, vocabulary, config.seed)
-        leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in initial.items()}
+def without_unused_state(leaves: Mapping[str, Any], wanted: Wanted) -> tuple[dict[str, Any], str]:
+    """Return the leaves without the optimizer state of frozen parameters, and a note.
 
-    slots = 'with the' if has_slots else 'without any'
-    description = f'From step {step:,} of {opened.directory}, {slots} optimizer state'
-    for label, tree in (('initial', expected), ('not used', index)):
-        others = sorted(only_parameters(tree).keys() - leaves)
-        if others:
-            description += f'; {label}: {first_ten(others)}'
-    if grown.keys() & leaves:
-        description += (
-            f'; new rows, at the mean of the others: {first_ten(sorted(only_parameters(grown)))}'
-        )
+    A model with adapters takes parameters alone, and without optimizer state the step is not restored either.
+    """
+    kept = {}
+    for path, leaf in leaves.items():
+        parameter, slot = parts_of(path)
+        is_known = f'{checkpoint.PARAMETER_PREFIX}{parameter}' in wanted.shapes
+        if not slot or not is_known or parameter in wanted.trained:
+            kept[path] = leaf
+    note = ''
+    num_frozen = len(leaves) - len(kept)
     if num_frozen:
-        description += (
-            f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'
-        )
-    return Start(
-        step=step,
-        is_resumed=False,
-        leaves=leaves,
-        base=formats.open.describe_base(opened) if adapters else {},
-        vocabulary_model=vocabulary_model,
-        description=description,
-    )
+        note = f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'
+    if model.adapter_paths(wanted.model_config) or not any(map(is_slot, kept)):
+        kept = only_parameters(kept)
+    return kept, note
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GrownArray:
-    """An array with new rows at the mean of the others, or 0: a `checkpoint.LazyArray`."""
+def expected_shapes(index: Mapping[str, Any], wanted: Wanted) -> checkpoint.Shapes:
+    """Return the shapes of what a new run takes from `index`: no adapters, and state only if it has some.
 
-    leaf: checkpoint.Leaf
-    axis: int
-    shape: tuple[int, ...]
-    at_mean: bool
+    Averages begin with the parameters.
+    """
+    expected = dict(wanted.shapes)
+    if not any(map(is_slot, index)):
+        expected = only_parameters(expected)
+    for path in model.adapter_paths(wanted.model_config):
+        expected.pop(f'{checkpoint.PARAMETER_PREFIX}{path}')
+    for average in t5x.average_paths(expected):
+        del expected[average]
+    return expected
 
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.leaf.dtype)
 
-    def read(self) -> np.ndarray:
-        old = np.asarray(checkpoint.read_leaf(self.leaf))
-        mean = old.mean(self.axis, keepdims=True, dtype=np.float32)
-        num_new = self.shape[self.axis] - old.shape[self.axis]
-        new = np.repeat(mean if self.at_mean else 0 * mean, num_new, self.axis)
-        return np.concatenate([old, new.astype(old.dtype)], self.axis)
+def initial_vocabulary(config: ConfigDict, directory: paths.AnyPath) -> Vocabulary:
+    """Return the vocabulary that data.vocabulary names, else the checkpoint's own."""
+    if config.data.vocabulary:
+        return named_vocabulary('data.vocabulary', config.data.vocabulary, config.data.extra_ids)
+    own = find_vocabulary(directory)
+    if own is None or not own.model:
+        raise Refused(f'restore.path={config.restore.path} has no vocabulary: set data.vocabulary')
+    return of_model(own.model, config.data.extra_ids)
 
 
 def vocabulary_paths(config: T5Config) -> set[str]:
@@ -245,31 +237,35 @@ def vocabulary_paths(config: T5Config) -> set[str]:
 
 def with_new_rows(
     index: Mapping[str, Any], expected: checkpoint.Shapes, of_vocabulary: Collection[str]
-) -> dict[str, GrownArray]:
-    """Return the leaves of `index` that have fewer ids than expected, with new rows for the missing ids.
+) -> dict[str, np.ndarray]:
+    """Read the leaves of `index` that have fewer ids than expected, and add new rows for the missing ids.
 
     In new rows a parameter, its average and its second moments are the mean of the old rows, so that an update is
     as large as theirs; a momentum is 0.
     """
     grown = {}
     for path, leaf in index.items():
-        parameter = path.removeprefix(checkpoint.PARAMETER_PREFIX)
-        slot = ''
-        if is_slot(path):
-            parameter, _, slot = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
+        parameter, slot = parts_of(path)
         whole = f'{checkpoint.PARAMETER_PREFIX}{parameter}'
         if parameter not in of_vocabulary or not {whole, path} <= index.keys() & expected.keys():
             continue
         # The numbers of rows of the table, or of columns of the logits, before and after.
         sizes = {*zip(np.shape(index[whole]), expected[whole], strict=True)}
         changed = [(old, new) for old, new in sizes if old != new]
-        if len(changed) != 1 or changed[0][0] > changed[0][1]:
+        if len(changed) != 1:
             continue
-        found = np.shape(leaf)
-        for axis, size in enumerate(found):
-            shape = (*found[:axis], changed[0][1], *found[axis + 1 :])
-            if size == changed[0][0] and shape == tuple(expected[path]):
-                grown[path] = GrownArray(leaf, axis, shape, slot not in MOMENTA)
+        [(old_size, size)] = changed
+        for axis in range(len(np.shape(leaf))):
+            shape = list(np.shape(leaf))
+            num_old = shape[axis]
+            shape[axis] = size
+            if num_old != old_size or size < old_size or tuple(shape) != expected[path]:
+                continue
+            old = np.asarray(checkpoint.read_leaf(leaf))
+            new = old.mean(axis, keepdims=True, dtype=np.float32).astype(old.dtype)
+            if slot in MOMENTA:
+                new = np.zeros_like(new)
+            grown[path] = np.concatenate([old, new.repeat(size - old_size, axis)], axis)
     return grown
 
 
@@ -336,18 +332,30 @@ def is_slot(path: str) -> bool:
     return path.startswith(checkpoint.SLOT_PREFIX)
 
 
+def parts_of(path: str) -> tuple[str, str]:
+    """Return the parameter and the slot of the optimizer that a path of T5X's tree is of; '' for none."""
+    if is_slot(path):
+        parameter, _, slot = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
+        return parameter, slot
+    return path.removeprefix(checkpoint.PARAMETER_PREFIX), ''
+
+
 def only_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a flat tree, under the same paths."""
     return {path: x for path, x in tree.items() if checkpoint.is_parameter(path)}
 
 
 def choose(
-    index: Mapping[str, Any], expected: checkpoint.Shapes, pattern: str = '.*', strict: bool = True
-) -> dict[str, Any]:
-    """Return the leaves of `index` to restore: their whole path matches `pattern`.
+    index: Mapping[str, Any],
+    expected: checkpoint.Shapes,
+    pattern: str = '.*',
+    strict: bool = True,
+    of_vocabulary: Collection[str] = (),
+) -> tuple[dict[str, Any], str]:
+    """Return the leaves of `index` to restore, whose whole path matches `pattern`, and a note about the others.
 
-    Raises Refused for other shapes than `expected` and, if `strict`, for matching paths that only `index` or
-    only `expected` has. Without `strict` these are left out.
+    Those of the parameters `of_vocabulary` get new rows. Raises Refused for other shapes than `expected` and, if
+    `strict`, for matching paths that only `index` or only `expected` has. Without `strict` these are left out.
     """
     found = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
     known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
@@ -355,8 +363,18 @@ def choose(
         raise Refused(
             f'{pattern!r} matches the full path of no array, as {max(index, default="")} is one'
         )
+    grown = with_new_rows(found, known, of_vocabulary)
+    found |= grown
     if not strict:
         found = {path: leaf for path, leaf in found.items() if path in known}
         known = {path: known[path] for path in found}
     formats.open.compare(known, checkpoint.shapes(found))
-    return found
+    note = ''
+    for label, tree in (('initial', expected), ('not used', index)):
+        others = sorted(only_parameters(tree).keys() - found)
+        if others:
+            note += f'; {label}: {first_ten(others)}'
+    if grown:
+        names = sorted(only_parameters(grown))
+        note += f'; new rows, at the mean of the others: {first_ten(names)}'
+    return found, note

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -307,13 +307,11 @@ def check_best_metric(
             available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
     for task in evaluated_tasks:
         run = f'{results.FOLDER}/{task.name}'
-        if not metric.startswith(f'{run}/'):
-            available.append(f'{run}/METRIC')
-            continue
-        answers = [example.text('targets', task.vocabulary) for example in task.examples]
-        scores = [0.0] * len(task.examples)
-        for name in compute_metrics(task, answers, scores).values:
-            available.append(best.metric_name(run, name))
+        names: Iterable[str] = ['METRIC']
+        if metric.startswith(f'{run}/'):
+            answers = [example.text('targets', task.vocabulary) for example in task.examples]
+            names = compute_metrics(task, answers, [0.0] * len(answers)).values
+        available += [best.metric_name(run, name) for name in names]
     if metric not in available:
         nearest = difflib.get_close_matches(metric, available, n=len(available), cutoff=0)
         raise Refused(f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one')

@@ -30,11 +30,9 @@ def find_or_train_vocabulary(
     """
     kept = kept_file(workdir)
     vocabulary: Vocabulary
-    origin = f'data.vocabulary={config.vocabulary!r}'
     if config.vocabulary:
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
-        origin = 'the vocabulary of the checkpoint'
         vocabulary = of_model(model, config.extra_ids)
     elif kept is not None:
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
@@ -42,11 +40,12 @@ def find_or_train_vocabulary(
     else:
         trained = train_vocabulary(texts, config.num_pieces)
         vocabulary = SentencePieceVocabulary(trained, config.extra_ids)
-    if config.added_tokens:
-        vocabulary = add_tokens(vocabulary, config.added_tokens)
-        origin += f' with data.added_tokens={tuple(config.added_tokens)}'
+    vocabulary = add_tokens(vocabulary, config.added_tokens)
     if vocabulary.model and kept is not None and vocabulary.model != kept.read_bytes():
-        raise Refused(f'{kept} differs from {origin}: remove it, or change data.vocabulary')
+        raise Refused(
+            f'{kept} is another vocabulary than data.vocabulary={config.vocabulary!r}, or that of the checkpoint, with '
+            f'data.added_tokens={tuple(config.added_tokens)}: remove it, or change these'
+        )
     if vocabulary.size > max_size:
         enough = -(-vocabulary.size // 128) * 128
         raise Refused(

@@ -19,7 +19,6 @@ import sources.pydoc
 import tasks
 import tasks.open
 import vocabulary as vocabularies
-from configs import tiny
 from messages import LossNotFinite, Refused
 from modes import evaluate as evaluate_mode
 from prepare import prepare
@@ -277,20 +276,6 @@ def test_the_command_of_the_readme(tmp_path):
     assert f'Next: {answer}' in finetuned.stdout
 
 
-@pytest.mark.long  # sources/cmudict_test.py learns in CI
-@pytest.mark.slow(takes_minutes=True)
-def test_tiny_learns(tmp_path):
-    """Half of configs/tiny.py is enough: 0.4 nats below the baseline on text."""
-    steps = tiny.get_config().train.steps // 2
-    result = main(
-        '--config=configs/tiny.py', f'--workdir={tmp_path}', f'--config.train.steps={steps}'
-    )
-    assert result.returncode == 0, result.stderr
-    last = metrics_of(tmp_path)[-1]
-    assert last['step'] == steps
-    assert last['unigram_nats_per_text_token'] - last['nats_per_text_token'] >= 0.4
-
-
 @pytest.mark.slow
 def test_a_bad_line_that_training_comes_to_exits_1(command_line, tmp_path):
     """Found while training, not before. The steps before it are saved, and its remedy works."""
@@ -313,28 +298,6 @@ def test_a_bad_line_that_training_comes_to_exits_1(command_line, tmp_path):
         assert result.status == 0, result.stderr
         assert f'Left out, 1 so far: line 301 of {tmp_path}/qa.jsonl: ' in result.stdout
     assert_same_run(tmp_path / 'run', tmp_path / 'skipped', 100)
-
-
-@pytest.mark.slow
-def test_text_to_text_trains_and_resumes(tmp_path, capsys):
-    """Packed rows of a CSV of questions, evaluated without packing; stopped and continued."""
-    rows = [f'{i},"what is {i}, plus one?",{i + 1}' for i in range(300)]
-    (tmp_path / 'sums.csv').write_text('\n'.join(['n,question,answer', *rows]))
-    config = small_config(str(tmp_path / 'sums.csv'), steps=40)
-    config.data.update(inputs='question: {question}', targets='{answer}', vocabulary='bytes')
-    config.data.pack = 'tightly'
-    config.data.lengths.update(inputs=64, targets=16)
-    config.log.every_steps = config.save.every_steps = config.eval.every_steps = 20
-    run(config, tmp_path / 'whole')
-    config.train.steps = 20
-    run(config, tmp_path / 'parts')
-    config.train.steps = 40
-    run(config, tmp_path / 'parts')
-    assert_same_run(tmp_path / 'parts', tmp_path / 'whole', 40)
-    lines = metrics_of(tmp_path / 'whole')
-    assert {line['run'] for line in lines} == {'train', 'training_eval/text_to_text'}
-    losses = [line['loss'] for line in lines if line['run'] == 'train']
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ CORE = {
     'loss': 140,
     'optimizer': 240,
     'partition': 300,
-    'prepare': 360,
+    'prepare': 350,
     'data': 486,
     'stream': 510,
     'vocabulary': 225,

@@ -18,7 +18,7 @@ import sources.tables
 import tasks.open
 import vocabulary as vocabularies
 from messages import Refused
-from modes import cache, infer_input
+from modes import infer_input
 
 HUNT = pathlib.Path(__file__).parent / 'golden' / 'hunt'
 QA = {'inputs': '{question}', 'targets': '{answer}'}
@@ -220,16 +220,6 @@ def test_the_rows_of_random_blocks(tmp_path, monkeypatch):
     for block_bytes in (1, 64):
         monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
         assert train(path, on_bad_line='skip', max_bad_fraction=1.0, **QA) == found
-
-
-def test_files_without_a_record(tmp_path):
-    """--mode=cache writes nothing."""
-    for name, content in (('a.csv.gz', 'text\n'), ('a.txt', '\n \n')):
-        path = write(tmp_path, name, content)
-        config = make_config(files=str(path), vocabulary='bytes', cache_dirs=f'{tmp_path}/caches')
-        with pytest.raises(Refused, match=str(path)):
-            cache.cache(config)
-    assert not (tmp_path / 'caches').exists()
 
 
 def test_a_template_over_text_may_name_the_text(tmp_path):

@@ -16,11 +16,6 @@ def read(record):
         raise RuntimeError('no 50')
     return [{'inputs': record['q'], 'targets': record['a']}]
 
-def as_text(text, example, is_target):
-    if os.environ.get('FAIL') == 'postprocessor' and not is_target:
-        raise KeyError('no answer')
-    return text
-
 def count(targets, predictions):
     if os.environ.get('FAIL') == 'metric':
         raise ZeroDivisionError('no examples')
@@ -32,7 +27,6 @@ TASKS = [
         files=f'{FOLDER}/qa.jsonl',
         validation_files=f'{FOLDER}/dev.jsonl',
         preprocess_fn=read,
-        postprocess_fn=as_text,
         metric_fns=[count],
     )
 ]

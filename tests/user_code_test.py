@@ -10,7 +10,6 @@ import user_code
 from messages import Refused
 from run import task_metrics
 from run.examples import Example
-from run.prefetch import portable
 
 
 def load(folder, text):
@@ -45,22 +44,6 @@ def test_an_error_of_a_file_is_raised_as_it_is(tmp_path, text, error):
         with pytest.raises(error):
             load(tmp_path, text)
     assert sys.path == before
-
-
-class Odd(Exception):
-    def __init__(self, first, second):
-        super().__init__(f'{first} {second}')
-
-
-def test_errors_of_worker_processes():
-    """The traceback is a note; an error that pickle cannot rebuild keeps its words; a refusal has no note."""
-    for error in (KeyError('x'), Odd('a', 'b')):
-        try:
-            raise error
-        except Exception as raised:
-            sent = portable(raised)
-        assert str(error) in str(sent) and 'user_code_test.py' in sent.__notes__[-1]
-    assert not hasattr(portable(Refused('x')), '__notes__')
 
 
 def evaluated(metric_fns):

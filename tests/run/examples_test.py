@@ -1,9 +1,7 @@
 """What a run says before its first step of the targets that its vocabulary changes."""
 
 import json
-import types
 
-import numpy as np
 import pytest
 from corpora import HUNT
 from runs import small_config
@@ -47,18 +45,6 @@ def test_targets_that_the_vocabulary_changes(tmp_path):
     [line] = lines_of(tmp_path, ['it  is'] * 150, GOOD)
     assert ': 100 of the first 100 targets' in line
     assert lines_of(tmp_path, [text for text, _, _ in TARGETS], vocabularies.ByteVocabulary()) == []
-
-
-def test_targets_of_a_task_cache(monkeypatch):
-    """They are compared where the cache has them beside the ids."""
-    ids = np.array([5, 1], np.int32)
-    alone = examples.Example({'inputs': ids, 'targets': ids}, ids, ids, is_trimmed=False)
-    with_text = alone._replace(fields={**alone.fields, 'targets_pretokenized': b'it\nis'})
-    monkeypatch.setattr(examples, 'read_split', lambda *_: [alone, with_text])
-    row = types.SimpleNamespace(takes_inputs=True)
-    task = types.SimpleNamespace(name='cached', task=row, vocabulary=GOOD)
-    [line] = examples.changes_of_targets([task])
-    assert line.startswith('task cached: 1 of the first 1 targets')
 
 
 def test_a_run_says_it_before_it_compiles(tmp_path, monkeypatch, capsys):

@@ -2,7 +2,6 @@
 
 import time
 
-import jax
 import numpy as np
 
 from run.interval import Clock, Interval
@@ -22,15 +21,6 @@ def test_the_clock_leaves_pauses_out(monkeypatch):
     assert (clock.seconds, clock.seconds_of_last_step) == (3, 3)
     clock.restart()
     assert (clock.num_steps, clock.data_wait_seconds, clock.seconds) == (0, 0, 0)
-
-
-def test_an_interval_hashes_batches_and_becomes_floats():
-    interval = Interval([{'loss': 1.0, 'batch_crc32': 7.0}])
-    interval.add({'loss': jax.numpy.float32(2)}, {'a': np.arange(2)}, position=np.zeros(4))
-    interval.wait(all_steps=True)
-    interval.fetch()
-    assert [metrics['loss'] for metrics in interval.metrics] == [1.0, 2.0]
-    assert all(type(x) is float for metrics in interval.metrics for x in metrics.values())
 
 
 def test_steps_with_other_metrics_leave_an_interval():

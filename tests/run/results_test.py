@@ -85,25 +85,22 @@ def test_results_of_other_settings_stay(tmp_path):
     assert kept.scores() == {'a_b/f1': {3: 2.0}}
 
 
-def test_numbers_that_were_changed_or_are_of_a_killed_process_are_not_there(tmp_path, monkeypatch):
-    """A kill between the writing of the numbers and of what they depend on."""
+def test_results_of_a_killed_process_are_not_there(tmp_path, monkeypatch):
     kept = results.Results(tmp_path)
-    kept.write('a', 3, {'f1': 1.0}, [], 'x')
     replace_file = paths.replace_file
 
     def replace_or_die(file, content):
-        if file.name.endswith(results.SETTINGS_SUFFIX):
+        if file.name.endswith(results.METRICS_SUFFIX):
             raise KeyboardInterrupt
         replace_file(file, content)
 
     with monkeypatch.context() as patch:
         patch.setattr(paths, 'replace_file', replace_or_die)
         with pytest.raises(KeyboardInterrupt):
-            kept.write('a', 3, {'f1': 2.0}, [], 'x')
-    assert kept.scores() == {'a/f1': {3: 2.0}}
+            kept.write('a', 3, {'f1': 1.0}, [], 'x')
     assert kept.settings_of('a', 3) is None
     kept.write('a', 3, {'f1': 2.0}, [], 'y')
-    assert kept.settings_of('a', 3) == 'y'
+    assert kept.settings_of('a', 3) == 'y' and kept.scores() == {'a/f1': {3: 2.0}}
 
 
 def test_two_evaluations_write_at_the_same_time(tmp_path):

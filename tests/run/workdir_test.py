@@ -13,7 +13,6 @@ from permissions import another_user, full_disk
 from runs import Program, assert_same_run, metrics_of, run, small_config
 
 import checkpoint
-import infer
 import loop
 import paths
 import train
@@ -65,24 +64,6 @@ def test_every_name_of_a_folder_takes_checkpoints(tmp_path, monkeypatch, name):
     checks.check_saving(folder, num_bytes=1000)
     assert [path.name for path in folder.iterdir()] == ['lock']
     assert os.path.samefile(os.path.expanduser(name), folder)
-
-
-@pytest.mark.slow
-def test_a_run_in_a_parent_folder(corpus, tmp_path, monkeypatch):
-    """Its first save comes after step 3: all steps were lost there once."""
-    (tmp_path / 'here').mkdir()
-    monkeypatch.chdir(tmp_path / 'here')
-    monkeypatch.setenv('HOME', str(tmp_path))
-    config = small_config(corpus, steps=3)
-    for name in ('../runs of mine/ü/', '~/runs of mine/ü'):  # and resumes under another name
-        run(config, name)
-        assert checkpoint.steps(tmp_path / 'runs of mine/ü')[-1] == config.train.steps
-        config.train.steps = 6
-    config.restore.path = '../runs of mine/ü'
-    config.train.steps = 7
-    run(config, 'third')
-    assert checkpoint.steps('third') == [7]
-    assert infer.load('../here/third').vocabulary.model
 
 
 def test_caches_without_the_task_are_named_first(corpus, tmp_path, monkeypatch, capsys):
@@ -190,17 +171,6 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
             prepare(config, name)
 
 
-@pytest.mark.slow
-def test_a_vocabulary_that_is_gone_is_that_of_the_checkpoint(corpus, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / 'run')
-    kept = tmp_path / 'run/vocabulary.model'
-    kept.unlink()
-    run(small_config(corpus, steps=4), tmp_path / 'run')
-    assert kept.read_bytes() == (finished / 'vocabulary.model').read_bytes()
-    copied = shutil.copytree(tmp_path / 'run/checkpoint_4', tmp_path / 'alone')
-    assert infer.load(copied).vocabulary.size == 241
-
-
 # Signals.
 
 
@@ -280,16 +250,6 @@ def test_a_setting_that_a_run_lacks_counts_as_its_default(finished, tmp_path):
     settings['loss']['z_loss'] = 2 * z_loss
     with pytest.raises(Refused, match='loss/z_loss'):
         checks.compare_settings(directory, settings, options={}, mixture=None)
-
-
-@pytest.mark.slow
-def test_a_run_on_changed_files_is_refused(corpus, finished, tmp_path):
-    shutil.copytree(finished, tmp_path / 'run')
-    moved = shutil.copy(corpus, tmp_path)
-    with open(moved, 'a') as file:
-        file.write('one line more\n')
-    with pytest.raises(Refused, match='made_up.txt'):
-        prepare(small_config(str(moved), steps=3), tmp_path / 'run')
 
 
 def test_a_setting_that_no_longer_exists_is_a_change():

@@ -4,6 +4,7 @@ import collections
 import gzip
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -391,13 +392,16 @@ def test_batches_made_ahead_are_those_of_the_stream(tmp_path, num_workers):
     expected.counts[:] = plain.counts
     num_threads = threading.active_count()  # the thread starts with the first `next`
     num_batches = 0
-    for batch in prefetch.batches(plain, num_workers):
+    found = prefetch.batches(plain, num_workers)
+    for batch in itertools.takewhile(lambda batch: not batch.is_padding, found):
         np.testing.assert_array_equal(batch.before, expected.position)
         chex.assert_trees_all_equal(batch.features, next(expected))
         np.testing.assert_array_equal(batch.after, expected.position)
         np.testing.assert_array_equal(batch.counts, expected.counts)
         num_batches += 1
     assert num_batches >= 3
+    assert not any(x.any() for x in next(found).features.values())
+    found.close()
     assert threading.active_count() == num_threads
     assert next(expected, None) is None
 
@@ -420,17 +424,26 @@ def test_errors_and_faults_of_worker_processes_arrive(tmp_path):
         list(prefetch.batches(open_stream(config, batch_size=2, num_epochs=1), num_workers=2))
 
 
+@pytest.mark.slow
+def test_an_error_of_a_function_in_a_worker_process_has_its_traceback(tmp_path):
+    """Also one that pickle cannot rebuild."""
+    config = mixture_config(tmp_path, task='spell')
+    stream = open_stream(config, batch_size=2)
+    fault = "        error = type('Odd', (Exception,), {'__init__': lambda self, a, b: None})\n"
+    with_fault(config, tmp_path, f"{fault}        raise error('it is odd', 1)\n")
+    with pytest.raises(RuntimeError, match='(?s)my_tasks.py.*it is odd'):
+        list(prefetch.batches(stream, num_workers=1))
+
+
 def test_a_worker_process_that_dies_is_reported(tmp_path):
     stream = open_stream(mixture_config(tmp_path), batch_size=2)
-    workers = prefetch.Workers(stream, num_workers=2)
-    batches = workers.batches()
+    batches = prefetch.batches_of_workers(stream, num_workers=2)
     next(batches)
-    os.kill(workers.workers[1].process.pid, signal.SIGINT)  # a signal to the whole group
-    os.kill(workers.workers[1].process.pid, signal.SIGTERM)
-    os.kill(workers.workers[1].process.pid, signal.SIGUSR1)
+    processes = sorted(multiprocessing.active_children(), key=lambda process: process.pid)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # to the whole group
+        os.kill(processes[1].pid, number)
     next(batches)
-    os.kill(workers.workers[1].process.pid, signal.SIGKILL)
+    os.kill(processes[1].pid, signal.SIGKILL)
     with pytest.raises(ChildProcessError, match='rows 1 to 1 .*-9'):
         list(batches)
-    workers.stop()
-    assert not any(worker.process.is_alive() for worker in workers.workers)
+    assert not any(process.is_alive() for process in processes)
