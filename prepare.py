@@ -98,7 +98,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
     settings.check(config)
     best.check_settings(config)
     tasks.open.find(config.data)
-    folder = paths.to_path(folder, may_be_new=True)
+    folder = paths.to_path(folder)
     checks.check_is_run(folder)
     terminal = console.Console()
     spec = make_spec(config)
@@ -114,7 +114,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
 
     with contextlib.ExitStack() as stack:
         # The workdir, and the checkpoint to start from.
-        folder.mkdir(parents=True, exist_ok=True)
         remedy = (
             'stop that run, or name another --workdir; if this process has prepared it before, train '
             'that run, or close its workdir.lock'

@@ -6,7 +6,6 @@ Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 import dataclasses
 import functools
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,9 +117,10 @@ def open_checkpoint(
     directory = checkpoint_folder(path, step)
     if paths.is_file(directory):
         hugging_face.check_file(directory, is_adapter=directory.name in peft.FILES)
-        if isinstance(directory, Path) and directory.suffix != '.safetensors':
-            # The other parts are beside the target of the user's link.
-            directory = Path(os.path.realpath(directory))
+        if directory.suffix != '.safetensors':
+            directory = (
+                directory.resolve()
+            )  # the other parts are beside the target of the user's link
     elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
         hugging_face.check_folder(directory)
     if peft.is_folder(directory):
@@ -183,8 +183,9 @@ def identity(directory: paths.AnyPath) -> str:
                 files.append(file)
     for file in sorted(files, key=str):
         if paths.is_file(file):
-            facts += [str(file), paths.status_of(file)]
-            if isinstance(file, Path):
+            status = paths.status_of(file)
+            facts += [str(file), status]
+            if status.checksum is None:
                 facts.append(file.stat().st_mtime_ns)
     base = checkpoint.flatten(read_stored(directory)).get('base/directory')
     if peft.is_folder(directory):
@@ -204,9 +205,7 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
     """
     if config.module or read_stored(directory):
         return
-    target = directory
-    if isinstance(directory, Path):
-        target = Path(os.path.realpath(directory))
+    target = directory.resolve()
     signs = [part for part in f'{directory}/{target}'.split('/') if LONG_T5.search(part)]
     for folder in folders_of(target):
         for file in checkpoint.list_folder(folder):

@@ -1,6 +1,7 @@
 """Whether a run may begin or continue in a folder, before anything is compiled."""
 
 import collections
+import fnmatch
 import json
 import re
 import secrets
@@ -84,7 +85,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
     if is_run(workdir):
         return
     for path in sorted(checkpoint.list_folder(workdir)):
-        if not any(path.match(pattern) for pattern in NAMES):
+        if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in NAMES):
             continue
         if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
@@ -126,12 +127,12 @@ def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
 
 def check_shared(workdir: paths.AnyPath) -> None:
     """Raise Refused if a process does not see what the first one writes into `workdir`."""
-    if jax.process_count() == 1 or not isinstance(workdir, Path):
+    if jax.process_count() == 1:
         return
     number = partition.from_first_process(np.array(secrets.randbits(32)))
     file = workdir / f'.seen-{number}'
     if jax.process_index() == 0:
-        file.touch()
+        paths.replace_file(file, b'')
     deadline = time.monotonic() + SECONDS_TO_SEE
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -39,7 +39,7 @@ import checkpoint
 import paths
 from run import checks, verify, workdir
 
-folder = paths.to_path(sys.argv[1], may_be_new=True)
+folder = paths.to_path(sys.argv[1])
 saver = checkpoint.Saver(folder, keep=2)
 for step in range(1, 5):
     if step == 3:
@@ -102,7 +102,7 @@ from modes import process
 from run import lock
 
 lock.LOCK_SECONDS = 3.0
-file = paths.to_path(sys.argv[1], may_be_new=True) / 'lock'
+file = paths.to_path(sys.argv[1]) / 'lock'
 while True:
     try:
         held = lock.lock(file, 'x', 'stop it')
@@ -168,7 +168,7 @@ import checkpoint
 import paths
 from run import checks, verify
 
-folder = paths.to_path(sys.argv[1], may_be_new=True)
+folder = paths.to_path(sys.argv[1])
 newest = verify.newest_valid(folder) or 0
 for step in checkpoint.steps(folder):
     assert (checkpoint.restore(folder / f'checkpoint_{step}')['target/x'] == step).all()
@@ -310,7 +310,7 @@ from run.lock import lock
 
 for url in sys.argv[1:]:
     try:
-        folder = paths.to_path(url, may_be_new=True)
+        folder = paths.to_path(url)
         checks.check_is_run(folder)
         lock(folder / 'lock', str(folder), 'stop it')
     except (ValueError, OSError) as error:
