@@ -226,7 +226,7 @@ class Saver:
 
 def delete(directory: AnyPath) -> None:
     """Delete a checkpoint. It first stops being one: no reader finds one with half of its files."""
-    if isinstance(directory, Path) and directory.is_symlink():
+    if directory.is_symlink():
         directory.unlink()  # its target is the user's
         return
     if isinstance(directory, Path):

@@ -38,7 +38,7 @@ def newest_valid(
         if jax.process_index() == 0:
             paths.rename_folder(directory, set_aside)
         multihost_utils.sync_global_devices(f'{directory} is set aside')
-    for path in paths.list_folder(workdir):
+    for path in sorted(paths.list_folder(workdir), reverse=True):
         if re.fullmatch(r'checkpoint_.*\.damaged-.*', path.name):
             raise Refused(
                 f'{workdir} has only damaged checkpoints, such as {path.name}: restore one from a copy, or name '
