@@ -8,7 +8,6 @@ import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -118,9 +117,8 @@ def open_checkpoint(
     if paths.is_file(directory):
         hugging_face.check_file(directory, is_adapter=directory.name in peft.FILES)
         if directory.suffix != '.safetensors':
-            directory = (
-                directory.resolve()
-            )  # the other parts are beside the target of the user's link
+            # The other parts are beside the target of the user's link.
+            directory = directory.resolve()
     elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
         hugging_face.check_folder(directory)
     if peft.is_folder(directory):
@@ -381,7 +379,6 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
 def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     """Return the model of peft's adapters and the base that they name: parameters alone."""
     settings = peft.read_settings(folder)
-    assert isinstance(folder, Path)
     name = str(settings.get('base_model_name_or_path'))
     try:
         directory = paths.to_path(name)

@@ -98,13 +98,13 @@ class BucketLock(Lock):
     def __init__(self, file: 'UPath', holder: str):
         self.file = file
         self.content = f'{holder}\n{secrets.token_hex(8)}'.encode()
-        if not buckets.create(file, self.content):
-            if self._age() < LOCK_SECONDS:
-                raise BlockingIOError
+        is_ours = buckets.create(file, self.content)
+        if not is_ours and self._age() >= LOCK_SECONDS:
             paths.replace_file(file, self.content)
             time.sleep(SECONDS_BETWEEN_WRITERS)
-            if not self._is_ours():  # another process also found it too old, and wrote later
-                raise BlockingIOError
+            is_ours = self._is_ours()  # not if another process wrote later
+        if not is_ours:
+            raise BlockingIOError
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
