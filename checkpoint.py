@@ -109,7 +109,7 @@ class Saver:
     rank: Callable[[int], float] = float  # step -> rank; by default the newest are best
 
     def __post_init__(self) -> None:
-        self.workdir = paths.to_path(self.folder, may_be_new=True)
+        self.workdir = paths.to_path(self.folder)
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
         self._saving: futures.Future | None = None
@@ -178,7 +178,8 @@ class Saver:
         """
         final = self.workdir / f'checkpoint_{step}'
         try:
-            tmp.mkdir(parents=True, exist_ok=True)
+            if isinstance(tmp, Path):
+                tmp.mkdir(parents=True, exist_ok=True)
             checksums: dict[str, Checksum] = {}
             for arrays in written:
                 checksums |= arrays
@@ -225,7 +226,7 @@ class Saver:
 
 def delete(directory: AnyPath) -> None:
     """Delete a checkpoint. It first stops being one: no reader finds one with half of its files."""
-    if isinstance(directory, Path) and directory.is_symlink():
+    if directory.is_symlink():
         directory.unlink()  # its target is the user's
         return
     if isinstance(directory, Path):
@@ -378,7 +379,7 @@ def pack_manifest(step: int, checksums: Mapping[str, Checksum]) -> bytes:
 def checksum(file: AnyPath) -> Checksum:
     crc32c = google_crc32c.Checksum()
     size = 0
-    with paths.open_file(os.fspath(file)) as stream:
+    with paths.open_file(str(file)) as stream:
         for block in crc32c.consume(stream, 2**20):
             size += len(block)
     return Checksum(size, int.from_bytes(crc32c.digest()))
@@ -530,12 +531,12 @@ class ZarrEntry:
         if isinstance(self.directory, Path):  # a bucket has neither links nor devices
             root = self.directory.resolve()
             for file in (self.folder, *sizes):
-                is_inside &= Path(file).resolve().is_relative_to(root)
+                is_inside &= file.resolve().is_relative_to(root)
                 is_inside &= file == self.folder or file.is_file()
         if not is_inside:
             raise Refused(f'{self.folder} leads out of {self.directory}: do not trust it')
         for file, size in sizes.items():
-            if size < LFS_POINTER_BYTES and isinstance(file, Path):
+            if size < LFS_POINTER_BYTES:
                 paths.check_not_lfs(file)
         stored = {
             'driver': 'zarr',

@@ -1,7 +1,7 @@
 """A user's paths, on a disk or in a bucket (gs://, s3://): names, safe reading, atomic writing.
 
 Every path in a flag, setting or argument goes through `to_path` or `disk_path` once, except the globs of
-sources/files.py. Imports run/buckets.py, for a path in a bucket, and nothing else of ours.
+sources/files.py. A path in a bucket is a UPath, which has pathlib's methods.
 """
 
 import contextlib
@@ -15,46 +15,35 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, Union
+from typing import IO, TYPE_CHECKING, TypeAlias, Union
 
 from messages import Refused
+from run import buckets
+from run.buckets import FileStatus
 
 if TYPE_CHECKING:
-    from run.buckets import BucketPath
+    from upath import UPath
 
 
 RESTORE_LINE = 'restore the file from a copy, or remove this line'
 LFS_HEADER = b'version https://git-lfs.github.com/spec/'
 
-
-AnyPath: TypeAlias = Union[Path, 'BucketPath']
-PathOfOneKind = TypeVar('PathOfOneKind', bound=AnyPath)
-
-
-class FileStatus(NamedTuple):
-    num_bytes: int
-    checksum: str | None = None  # the bucket's
-
-
-class ReadError(OSError):
-    """A bucket does not answer. A damaged file raises another error."""
+AnyPath: TypeAlias = Union[Path, 'UPath']
 
 
 # Names.
 
 
-def to_path(name: str | os.PathLike, may_be_new: bool = False) -> AnyPath:
-    """Return an absolute path on a disk, or a path of gs:// or s3:// with pathlib's methods.
+def to_path(name: str | os.PathLike | AnyPath) -> AnyPath:
+    """Return an absolute path on a disk, or a path of gs:// or s3://, whether it exists or not.
 
-    `may_be_new`: it need not exist. Raises Refused if `name` is not a path, the system cannot follow it (a loop of
-    links, no permission), or the bucket cannot be listed.
+    Raises Refused if `name` is not a path, the system cannot follow it (a loop of links, no permission), or the bucket
+    cannot be listed.
     """
     text = _text(name)
-    if not is_in_bucket(text):
-        return disk_path(text)
-    from run import buckets
-
-    return buckets.to_path(text, may_be_new)
+    if is_in_bucket(text):
+        return buckets.to_path(text)
+    return disk_path(text)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
@@ -71,9 +60,8 @@ def disk_path(name: str | os.PathLike) -> Path:
         resolved = os.path.realpath(Path(*path.parts[:after_last]))
         path = Path(resolved, *path.parts[after_last:])
     try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
     except OSError as error:
         raise Refused(f'{text} cannot be opened ({error.strerror}): correct it') from error
     return path
@@ -91,12 +79,14 @@ def to_kvstore(folder: AnyPath) -> dict[str, str]:
         except UnicodeEncodeError:
             raise Refused(f'{str(folder)!r} is not UTF-8: rename the folder') from None
         return {'driver': 'file', 'path': f'{folder}/'}
-    return folder.to_kvstore()
+    return buckets.to_kvstore(folder)
 
 
-def _text(name: str | os.PathLike) -> str:
+def _text(name: str | os.PathLike | AnyPath) -> str:
     with contextlib.suppress(TypeError, UnicodeEncodeError):
-        text = os.fspath(name)
+        text = str(name)
+        if not is_in_bucket(text):
+            text = os.fspath(name)
         if isinstance(text, str) and text.strip() and b'\0' not in os.fsencode(text):
             return text
     raise Refused(f'{name!r} is not a path: name a file or a folder')
@@ -115,49 +105,46 @@ def open_file(
     """
     if not is_in_bucket(name):
         return open(name, 'rb')
-    from run import buckets
-
     return buckets.open_file(name, read_ahead, num_bytes)
 
 
 def is_file(file: AnyPath) -> bool:
     """Return whether a path is a file. Raises OSError without permission to look."""
-    if not isinstance(file, Path):
-        return file.is_file()
     try:
         return stat.S_ISREG(file.stat().st_mode)
+    except FileNotFoundError:
+        return False
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
         return False
 
 
 def status_of(file: str | AnyPath) -> FileStatus:
     """Return the size of a file and a bucket's checksum of it. Raises OSError."""
-    name = os.fspath(file)
-    if not is_in_bucket(name):
-        return FileStatus(os.stat(name).st_size)
-    from run import buckets
-
-    return buckets.status_of(name)
+    if is_in_bucket(str(file)):
+        return buckets.status_of(str(file))
+    return FileStatus(os.stat(file).st_size)
 
 
 def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
     """Return {file: size} of a folder; {} if it does not exist."""
     if isinstance(folder, Path):
-        return {file: Path(file).stat().st_size for file in list_folder(folder)}
-    return folder.file_sizes()
+        return {file: file.stat().st_size for file in list_folder(folder)}
+    return {**buckets.sizes_in(folder)}
 
 
 def list_folder(folder: AnyPath) -> list[AnyPath]:
     """Return the files and folders in a folder; [] if it does not exist."""
+    if not isinstance(folder, Path):
+        return [*buckets.sizes_in(folder)]
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def own_file(file: PathOfOneKind) -> PathOfOneKind:
+def own_file(file: AnyPath) -> AnyPath:
     """Return `file` if it exists and lies in its own folder after links are followed.
 
     A link in a foreign checkpoint must not choose the file to read. Refuses a pointer of git-lfs. Raises OSError
@@ -165,26 +152,26 @@ def own_file(file: PathOfOneKind) -> PathOfOneKind:
     """
     if not is_file(file):
         raise Refused(f'{file} is missing: copy the folder again')
-    if isinstance(file, Path):
-        folder = file.parent.resolve()
-        roots = [folder]
-        # The caches of Hugging Face and DVC consist of links.
-        for parent in (folder, *folder.parents):
-            roots.append(parent / '.dvc' / 'cache')
-            if parent.name == 'snapshots':
-                roots.append(parent.parent / 'blobs')
-        target = file.resolve()
-        if not any(target.is_relative_to(root) for root in roots):
-            raise Refused(f'{file} links to {target}: if you trust it, copy with `cp -rL`')
-        check_not_lfs(file)
+    folder = file.parent.resolve()
+    roots = [folder]
+    # The caches of Hugging Face and DVC consist of links.
+    for parent in (folder, *folder.parents):
+        roots.append(parent / '.dvc' / 'cache')
+        if parent.name == 'snapshots':
+            roots.append(parent.parent / 'blobs')
+    target = file.resolve()
+    if not any(target.is_relative_to(root) for root in roots):
+        raise Refused(f'{file} links to {target}: if you trust it, copy with `cp -rL`')
+    check_not_lfs(file)
     return file
 
 
-def check_not_lfs(file: Path) -> None:
-    """Refuse a `file` that is the pointer that git leaves where git-lfs is not installed."""
-    with file.open('rb') as stream:
-        if stream.read(len(LFS_HEADER)) == LFS_HEADER:
-            raise Refused(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
+def check_not_lfs(file: AnyPath) -> None:
+    """Refuse a `file` on a disk that is the pointer that git leaves where git-lfs is not installed."""
+    if isinstance(file, Path):
+        with file.open('rb') as stream:
+            if stream.read(len(LFS_HEADER)) == LFS_HEADER:
+                raise Refused(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
 
 
 def read_json(file: AnyPath) -> dict:
@@ -214,8 +201,8 @@ def reason(error: BaseException) -> str:
 
 def check_new(folder: AnyPath) -> None:
     """Refuse a `folder` with a file or a broken link in its way."""
-    for path in (folder, *folder.parents):  # a URL exists on no disk
-        if os.path.lexists(path) and not path.is_dir():
+    for path in (folder, *folder.parents):
+        if os.path.lexists(str(path)) and not path.is_dir():  # a URL is on no disk
             raise Refused(f'{folder}: {path} is a file, not a folder: name another one')
 
 
@@ -275,13 +262,29 @@ def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
 
 def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
     """Write `file`: on a disk with `replacing`, in a bucket as one object. Raises OSError."""
-    if not isinstance(file, Path):
-        return file.replace_with(content)
-    with replacing(file, writer) as stream:
-        stream.write(content)
+    if isinstance(file, Path):
+        with replacing(file, writer) as stream:
+            stream.write(content)
+    else:
+        with buckets.client_errors(file, 'written', OSError):
+            file.fs.pipe_file(file.path, content)
+
+
+def rename_folder(folder: AnyPath, name: str) -> None:
+    """Rename a folder; a bucket copies its files. Raises OSError."""
+    if isinstance(folder, Path):
+        folder.rename(folder.with_name(name))
+    else:
+        with buckets.client_errors(folder, 'renamed', OSError):
+            files = folder.fs.find(folder.path)
+            new = folder.with_name(name).path
+            folder.fs.copy(files, [file.replace(folder.path, new, 1) for file in files])
+        remove_folder(folder)
 
 
 def remove_folder(folder: AnyPath) -> None:
-    if not isinstance(folder, Path):
-        return folder.remove_folder()
-    shutil.rmtree(folder)
+    if isinstance(folder, Path):
+        shutil.rmtree(folder)
+    else:
+        with buckets.client_errors(folder, 'removed', OSError):
+            folder.fs.rm(folder.path, recursive=True)

@@ -100,7 +100,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     # The settings.
     spec = make_spec(config)
     best.check_settings(config)
-    folder = paths.to_path(folder, may_be_new=True)
+    folder = paths.to_path(folder)
     checks.check_is_run(folder)
 
     # The text.
@@ -115,7 +115,6 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
 
     with contextlib.ExitStack() as stack:
         # The workdir, and the checkpoint to start from.
-        folder.mkdir(parents=True, exist_ok=True)
         remedy = (
             'stop that run, or name another --workdir; if this process has prepared it before, train '
             'that run, or close its workdir.lock'

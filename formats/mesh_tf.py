@@ -85,7 +85,7 @@ class BundleEntry:
         file_size = paths.status_of(paths.own_file(self.file)).num_bytes
         if self.offset + self.size <= file_size:
             content = np.empty(self.size, np.uint8)
-            with paths.open_file(os.fspath(self.file), read_ahead=0) as stream:
+            with paths.open_file(str(self.file), read_ahead=0) as stream:
                 stream.seek(self.offset)
                 stream.readinto(content.data)
             if _masked_crc32c(content) == self.crc32c:
@@ -111,7 +111,7 @@ def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
         # Only the last part of the path counts: the others say where the files once were, and may be hostile.
         named = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
         return path / os.fsdecode(named[1]) if named else None  # else it is T5X's file of this name
-    indices: list[paths.AnyPath] = sorted(path.glob('*.index'))
+    indices = [file for file in sorted(paths.list_folder(path)) if file.suffix == '.index']
     if len(indices) > 1:
         raise Refused(
             f'{path} has {first_ten([index.stem for index in indices])}: name one of them'

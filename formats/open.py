@@ -6,10 +6,8 @@ Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 import dataclasses
 import functools
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -118,9 +116,9 @@ def open_checkpoint(
     directory = checkpoint_folder(path, step)
     if paths.is_file(directory):
         hugging_face.check_file(directory, is_adapter=directory.name in peft.FILES)
-        if isinstance(directory, Path) and directory.suffix != '.safetensors':
+        if directory.suffix != '.safetensors':
             # The other parts are beside the target of the user's link.
-            directory = Path(os.path.realpath(directory))
+            directory = directory.resolve()
     elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
         hugging_face.check_folder(directory)
     if peft.is_folder(directory):
@@ -183,8 +181,9 @@ def identity(directory: paths.AnyPath) -> str:
                 files.append(file)
     for file in sorted(files, key=str):
         if paths.is_file(file):
-            facts += [str(file), paths.status_of(file)]
-            if isinstance(file, Path):
+            status = paths.status_of(file)
+            facts += [str(file), status]
+            if status.checksum is None:
                 facts.append(file.stat().st_mtime_ns)
     base = checkpoint.flatten(read_stored(directory)).get('base/directory')
     if peft.is_folder(directory):
@@ -204,9 +203,7 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
     """
     if config.module or read_stored(directory):
         return
-    target = directory
-    if isinstance(directory, Path):
-        target = Path(os.path.realpath(directory))
+    target = directory.resolve()
     signs = [part for part in f'{directory}/{target}'.split('/') if LONG_T5.search(part)]
     for folder in folders_of(target):
         for file in checkpoint.list_folder(folder):
@@ -382,7 +379,6 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
 def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     """Return the model of peft's adapters and the base that they name: parameters alone."""
     settings = peft.read_settings(folder)
-    assert isinstance(folder, Path)
     name = str(settings.get('base_model_name_or_path'))
     try:
         directory = paths.to_path(name)

@@ -218,7 +218,7 @@ def module_of(directory: paths.AnyPath, module: str) -> str:
     run = directory.parent if directory.name.startswith('checkpoint_') else directory
     now = Path.cwd() / Path(module).name
     for file in (Path(module), now):
-        is_strangers = isinstance(run, Path) and file.resolve().is_relative_to(run.resolve())
+        is_strangers = run.resolve() in file.resolve().parents
         if content and file.is_file() and file.read_bytes() == content and not is_strangers:
             return str(file)
     remedy = f'look at {directory / RECORD}, and copy it to {now}'

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping
 from concurrent import futures
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -42,9 +41,10 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
 
     Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
     """
-    for name in ('_METADATA', '_CHECKPOINT_METADATA', 'checkpoint_*/_CHECKPOINT_METADATA'):
-        for file in directory.glob(name):
-            raise Refused(f'{file.parent} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
+    for folder in (directory, *checkpoint.step_folders(directory).values()):
+        for name in ('_METADATA', '_CHECKPOINT_METADATA'):
+            if paths.is_file(folder / name):
+                raise Refused(f'{folder} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
     index = unstack(checkpoint.read_index(directory))
     leaf = index.get('state/step', np.zeros((), np.int32))
@@ -139,7 +139,7 @@ def _find_fault(
             return Fault('damaged', f'{name} is missing')
         found = checkpoint.checksum(file)
         is_short = found.num_bytes < checkpoint.LFS_POINTER_BYTES
-        if isinstance(file, Path) and is_short and found.num_bytes != saved.num_bytes:
+        if is_short and found.num_bytes != saved.num_bytes:
             paths.check_not_lfs(file)
     except (ValueError, OSError) as error:  # ValueError: a name that no system has
         return _fault_of(error)

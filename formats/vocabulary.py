@@ -7,7 +7,6 @@ import itertools
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from absl import logging
 from sentencepiece import sentencepiece_model_pb2
@@ -95,8 +94,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         if file is None:
             names = ', '.join(VOCABULARY_NAMES)
             raise Refused(f"no such file, and no folder that has {names}: name one, or 'bytes'")
-        if isinstance(file, Path):
-            paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
+        paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
         found = read_model(file, extra_ids, remedy='name another vocabulary')
         check_tokens(file.parent, found)
         return found

@@ -45,7 +45,7 @@ def convert_checkpoint(
     target = paths.disk_path(target)
     paths.check_new(target)
     source_path = paths.to_path(source)
-    if isinstance(source_path, Path) and target.resolve().is_relative_to(source_path.resolve()):
+    if source_path.resolve() in (target.resolve(), *target.resolve().parents):
         raise Refused(f'{target} is or lies in {source_path}: name a folder elsewhere')
     opened = formats.open.open_model(source_path, step=step)
     if form == 'peft':

@@ -283,7 +283,7 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
 def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
     """Return the folder of the results: --output_dir, or the run of the checkpoint."""
     if output_dir:
-        folder = paths.to_path(output_dir, may_be_new=True)
+        folder = paths.to_path(output_dir)
     else:
         folder = chosen.folder
         if not chosen.is_run:

@@ -515,7 +515,6 @@ def write_files(job: Job) -> list[str]:
     with contextlib.ExitStack() as stack:
         if is_first:
             stack.enter_context(paths.naming(folder))
-            folder.mkdir(parents=True, exist_ok=True)
             shard = f'{request.shard}/{request.num_shards}'
             lock_file = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
             remedy = 'wait for it, or give each process its own --shard=i/n'

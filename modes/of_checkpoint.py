@@ -60,7 +60,7 @@ def with_restored_sizes(
         return config, ''
     taken = [*SIZES, *ONLY_STRICT] if restore.strict else list(SIZES)
     with contextlib.suppress(Refused, OSError, re.error):
-        stored = check.read_stored(paths.to_path(workdir, may_be_new=True)) if workdir else {}
+        stored = check.read_stored(paths.to_path(workdir)) if workdir else {}
         if stored.get('restore', {}).get('path') == restore.path:
             found = stored['model']
         else:

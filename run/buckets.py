@@ -1,216 +1,140 @@
-"""Paths of buckets, gs:// and s3://, which are read and written through fsspec's clients.
+"""What universal_pathlib's paths of gs:// and s3:// lack: listings that are not cached, checksums, reads of known size,
+an exclusive creation, and errors that name the file.
 
-`paths` imports this file when it is given such a path: all others call `paths`.
+It imports no file but messages.py; fsspec and a client are imported for the first URL.
 """
 
 import contextlib
-import importlib
 import io
 import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from messages import Refused
-from paths import AnyPath, FileStatus, ReadError
 
 if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+    from upath import UPath
+
+CLIENTS = {'gs': 'gcsfs', 's3': 's3fs'}
+DRIVERS = {'gs': 'gcs', 's3': 's3'}  # TensorStore's
 
 
-class Store(NamedTuple):
-    """How the buckets of a scheme are read and written."""
-
-    module: str  # the client's
-    client: str  # its class, a file system of fsspec
-    driver: str  # TensorStore's, and the name of the extra in setup.py that installs the client
-    checksum: str  # its key in the client's listings
+class FileStatus(NamedTuple):
+    num_bytes: int
+    checksum: str | None = None  # the bucket's
 
 
-STORES = {
-    # gcsfs itself would take a class that looks for credentials for seconds at every call.
-    'gs': Store(module='gcsfs.core', client='GCSFileSystem', driver='gcs', checksum='crc32c'),
-    's3': Store(module='s3fs', client='S3FileSystem', driver='s3', checksum='ETag'),
-}
+class ReadError(OSError):
+    """A bucket does not answer. A damaged file raises another error."""
 
 
-class BucketPath(PurePosixPath):
-    """A path of gs:// or s3://, with the methods of pathlib.Path that a bucket can follow."""
+def path_of(url: str) -> 'UPath':
+    """Return the path of a URL, without `..`. Refuses other schemes than gs:// and s3://."""
+    scheme, _, location = url.partition('://')
+    if scheme not in CLIENTS or not find_spec(CLIENTS[scheme]) or not find_spec('upath'):
+        raise Refused(f'{url}: only disks, gs:// and s3:// are known (extras .[gcs], .[s3])')
+    from fsspec.registry import register_implementation
+    from upath import UPath
 
-    def __str__(self) -> str:
-        scheme, _, location = super().__str__().partition(':/')
-        return f'{scheme}://{location}'
-
-    @property
-    def client(self) -> 'AbstractFileSystem':
-        return client_of(str(self))
-
-    def exists(self) -> bool:
-        return self.client.exists(str(self))
-
-    def is_file(self) -> bool:
-        return self.client.isfile(str(self))
-
-    def is_dir(self) -> bool:
-        return self.client.isdir(str(self))
-
-    def iterdir(self) -> Iterator['BucketPath']:
-        for name in self.client.listdir(str(self), detail=False):
-            yield self / posixpath.basename(name)
-
-    def glob(self, pattern: str) -> Iterator['BucketPath']:
-        for name in self.client.glob(f'{self}/{pattern}'):
-            yield BucketPath(f'{self.parts[0]}//{name}')
-
-    def open(self, mode: str = 'rb') -> IO[bytes]:
-        return self.client.open(str(self), mode)
-
-    def read_bytes(self) -> bytes:
-        return self.client.cat_file(str(self))
-
-    def mkdir(self, parents: bool, exist_ok: bool) -> None:
-        """Do nothing: a bucket has no folders."""
-
-    def unlink(self) -> None:
-        """Remove the file if it exists, which S3 does not tell."""
-        with contextlib.suppress(FileNotFoundError):
-            self.client.rm_file(str(self))
-
-    def rename(self, new: AnyPath) -> None:
-        """Rename this folder by copying its files inside of the store. Raises OSError."""
-        with client_errors(str(self), 'renamed', OSError):
-            names = self.client.find(str(self))  # without gs://
-            old = str(self).partition('://')[2]
-            self.client.copy(names, [f'{new}{name.removeprefix(old)}' for name in names])
-        self.remove_folder()
-
-    # Methods that pathlib.Path lacks, or has in several calls.
-
-    def file_sizes(self) -> dict[AnyPath, int]:
-        """Return {path: bytes} of this folder's content, {} if it does not exist."""
-        with contextlib.suppress(FileNotFoundError):
-            found = self.client.ls(str(self), detail=True)
-            return {self / posixpath.basename(x['name']): x['size'] for x in found}
-        return {}
-
-    def create(self, content: bytes) -> bool:
-        """Write the file unless it exists, and return whether this call did: among several, one does."""
-        with client_errors(str(self), 'written', OSError):
-            try:
-                self.client.pipe_file(str(self), content, mode='create')
-            except OSError:  # each client has its own subclass
-                if not self.exists():
-                    raise
-                return False
-        return True
-
-    def replace_with(self, content: bytes) -> None:
-        """Write the file as one object. Raises OSError."""
-        with client_errors(str(self), 'written', OSError):
-            self.client.pipe_file(str(self), content)
-
-    def remove_folder(self) -> None:
-        """Remove the folder and what is in it. Raises OSError."""
-        with client_errors(str(self), 'removed', OSError):
-            self.client.rm(str(self), recursive=True)
-
-    def to_kvstore(self) -> dict[str, str]:
-        """Return the TensorStore spec of this folder."""
-        scheme, _, location = str(self).partition('://')
-        bucket, _, path = location.partition('/')
-        kvstore = {'driver': STORES[scheme].driver, 'bucket': bucket, 'path': f'{path}/'}
-        endpoint = os.environ.get('AWS_ENDPOINT_URL')  # an S3 store that is not Amazon's
-        if endpoint and scheme == 's3':
-            kvstore['endpoint'] = endpoint
-        return kvstore
+    # gcsfs.GCSFileSystem is a class that looks for credentials for seconds at every call.
+    register_implementation('gs', 'gcsfs.core.GCSFileSystem', clobber=True)
+    url = f'{scheme}://{posixpath.normpath(f"/{location}")[1:]}'
+    with client_errors(url, 'opened', Refused):
+        # Listings are not cached: TensorStore and other processes write, too.
+        return UPath(url, use_listings_cache=False)
 
 
-def to_path(name: str, may_be_new: bool) -> BucketPath:
-    """Return the path of a URL. Raises Refused for a bucket that cannot be listed."""
-    if may_be_new and re.search('[*?[]', name):
-        raise Refused(f'{name}: *, ? and [ make a pattern: name another folder')
-    client = client_of(name)
-    name = normalized(name)
-    with client_errors(name, 'listed', Refused):
-        if may_be_new:
-            with contextlib.suppress(FileNotFoundError):
-                client.ls(name)
-        else:
-            client.ls(posixpath.dirname(name) if name.count('/') > 2 else name)
-    return BucketPath(name)
+def to_path(url: str) -> 'UPath':
+    """Return the path of a URL, whether it exists or not. Refuses a pattern, and a bucket that cannot be listed."""
+    if re.search('[*?[]', url):
+        raise Refused(f'{url}: *, ? and [ make a pattern: name another folder')
+    path = path_of(url)
+    sizes_in(path)
+    return path
 
 
-def matching_files(name: str) -> dict[str, FileStatus]:
-    """Return the files of a URL or a glob. Raises Refused for a bucket that cannot be listed."""
-    client = client_of(name)
-    pattern = normalized(name)
-    scheme = pattern.partition('://')[0]
+def matching_files(url: str) -> dict[str, FileStatus]:
+    """Return the files of a URL or a glob. Refuses a bucket that cannot be listed."""
+    pattern = path_of(url)
     with client_errors(pattern, 'listed', Refused):
-        matches = client.glob(pattern, detail=True)
-    if not matches:  # the folder may be the reason
-        to_path(posixpath.dirname(re.split(r'[*?[]', pattern)[0]), may_be_new=False)
+        matches = pattern.fs.glob(pattern.path, detail=True)
     files = {}
-    for key, description in matches.items():
-        if description['type'] == 'file':
-            files[f'{scheme}://{key}'] = file_status(scheme, description)
+    for name, info in matches.items():
+        if info['type'] == 'file':
+            files[f'{pattern.protocol}://{name}'] = file_status(info)
     return files
 
 
-def status_of(name: str) -> FileStatus:
-    with client_errors(name, 'read', ReadError):
-        return file_status(name.partition('://')[0], client_of(name).info(name))
+def sizes_in(folder: 'UPath') -> dict['UPath', int]:
+    """Return {path: bytes} of a folder's content, {} if it does not exist."""
+    sizes = {}
+    with client_errors(folder, 'listed', Refused), contextlib.suppress(FileNotFoundError):
+        for info in folder.fs.ls(folder.path, detail=True):
+            sizes[folder / posixpath.basename(info['name'])] = info['size']
+    return sizes
 
 
-def open_file(name: str, read_ahead: int, num_bytes: int | None) -> io.BufferedReader:
+def status_of(url: str) -> FileStatus:
+    path = path_of(url)
+    with client_errors(url, 'read', ReadError):
+        return file_status(path.fs.info(path.path))
+
+
+def file_status(info: Mapping) -> FileStatus:
+    """Return the size and the checksum in a client's description of a file."""
+    return FileStatus(info['size'], info.get('crc32c', info.get('ETag')))
+
+
+def open_file(url: str, read_ahead: int, num_bytes: int | None) -> io.BufferedReader:
     """Open a file for reading, as `paths.open_file` describes it."""
-    client = client_of(name)
-    if num_bytes is None:
-        num_bytes = status_of(name).num_bytes
+    from fsspec.spec import AbstractBufferedFile
+
+    path = path_of(url)
 
     def fetch(start, end):
-        with client_errors(name, 'read', ReadError):
-            content = client.cat_file(name, start=start, end=end)
+        with client_errors(url, 'read', ReadError):
+            content = path.fs.cat_file(path.path, start=start, end=end)
         if len(content) != end - start:
-            raise ReadError(f'{name} no longer has {num_bytes:,} bytes: restore it')
+            raise ReadError(f'{url} no longer has {raw.size:,} bytes: restore it')
         return content
 
-    raw = importlib.import_module('fsspec.spec').AbstractBufferedFile(
-        client, name, block_size=read_ahead, cache_type='readahead', size=num_bytes
-    )
+    with client_errors(url, 'read', ReadError):
+        raw = AbstractBufferedFile(path.fs, path.path, block_size=read_ahead, size=num_bytes)
     raw.cache.fetcher = fetch
     return io.BufferedReader(raw, min(read_ahead, io.DEFAULT_BUFFER_SIZE) or 1)
 
 
-def client_of(name: str) -> 'AbstractFileSystem':
-    """Return the file system of a URL."""
-    store = STORES.get(name.partition('://')[0])
-    if store is None or find_spec(store.module.partition('.')[0]) is None:
-        raise Refused(f'{name}: only disks, gs:// and s3:// are known (extras .[gcs], .[s3])')
-    module = importlib.import_module(store.module)
-    # It keeps no listing: TensorStore and other processes write, too.
-    return getattr(module, store.client)(use_listings_cache=False)
+def create(file: 'UPath', content: bytes) -> bool:
+    """Write a file unless it exists; return whether it has this `content`, which no other call writes."""
+    with client_errors(file, 'written', OSError):
+        try:
+            file.fs.pipe_file(file.path, content, mode='create')
+        except OSError:  # each client has its own subclass
+            if not file.exists():
+                raise
+            return file.read_bytes() == content  # its own, if the client repeated its request
+    return True
 
 
-def normalized(name: str) -> str:
-    """Return the URL of a bucket without a `..` and a slash at its end."""
-    scheme, _, location = name.partition('://')
-    return f'{scheme}://{posixpath.normpath("/" + location)[1:]}'
-
-
-def file_status(scheme: str, description: Mapping) -> FileStatus:
-    """Return what a client says of a file."""
-    return FileStatus(description['size'], description.get(STORES[scheme].checksum))
+def to_kvstore(folder: 'UPath') -> dict[str, str]:
+    """Return the TensorStore spec of a folder."""
+    bucket, _, path = folder.path.partition('/')
+    kvstore = {'driver': DRIVERS[folder.protocol], 'bucket': bucket, 'path': f'{path}/'}
+    endpoint = os.environ.get('AWS_ENDPOINT_URL')  # an S3 store that is not Amazon's
+    if endpoint and folder.protocol == 's3':
+        kvstore['endpoint'] = endpoint
+    return kvstore
 
 
 @contextlib.contextmanager
-def client_errors(name: str, verb: str, kind: type[Exception]) -> Iterator[None]:
+def client_errors(file: object, verb: str, kind: type[Exception]) -> Iterator[None]:
     """Raise `kind`, which names the file, for an error of a client. Each has its own exceptions."""
     try:
         yield
     except Exception as error:
         text = ' '.join(f'{type(error).__name__}: {error}'.split())
         remedy = 'check its name, your rights and the network'
-        raise kind(f'{name} cannot be {verb} ({text}): {remedy}') from error
+        raise kind(f'{file} cannot be {verb} ({text}): {remedy}') from error

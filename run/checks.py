@@ -1,6 +1,7 @@
 """Whether a run may begin or continue in a folder, before anything is compiled."""
 
 import collections
+import fnmatch
 import json
 import re
 import secrets
@@ -83,7 +84,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
     if is_run(workdir):
         return
     for path in sorted(checkpoint.list_folder(workdir)):
-        if not any(path.match(pattern) for pattern in NAMES):
+        if not any(fnmatch.fnmatchcase(path.name, pattern) for pattern in NAMES):
             continue
         if path.name == 'lock' and path.is_file():  # left by a start that was refused or stopped
             if path.read_bytes()[: len(LOCK_TEXT)] in (b'', LOCK_TEXT):
@@ -125,11 +126,11 @@ def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
 
 def check_shared(workdir: paths.AnyPath) -> None:
     """Raise Refused if a process does not see what the first one writes into `workdir`."""
-    if jax.process_count() == 1 or not isinstance(workdir, Path):
+    if jax.process_count() == 1:
         return
     number = np.array(secrets.randbits(32))
     if jax.process_index() == 0:
-        (workdir / f'.seen-{number}').touch()
+        paths.replace_file(workdir / f'.seen-{number}', b'')
     # Nobody has asked for this name before: no client of a network disk believes that it is missing.
     file = workdir / f'.seen-{partition.from_first_process(number)}'
     is_seen = partition.from_processes(np.array(file.exists()))

@@ -159,7 +159,7 @@ def ending(
             f'The best saved step is {best_step:,}, with {history.metric} '
             f'{history.values[best_step]:.6g}: checkpoint_{best_step}, which --step=best opens.'
         )
-    if isinstance(workdir, Path) and workdir.is_relative_to(Path.cwd()):
+    if workdir.is_relative_to(Path.cwd()):
         workdir = workdir.relative_to(Path.cwd())
     lines.append(
         f"Everything is in {workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."

@@ -8,18 +8,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import paths
 from messages import Refused
+from run import buckets
 
 if TYPE_CHECKING:
-    from run.buckets import BucketPath
+    from upath import UPath
 
 LOCK_SECONDS = 120.0  # a lock in a bucket expires after this time unless it is renewed
 SECONDS_BETWEEN_TRIES = 0.1
+SECONDS_BETWEEN_WRITERS = (
+    1.0  # processes that find the same expired lock replace it within this time
+)
 
 
 def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
@@ -35,22 +39,16 @@ def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) ->
         raise Refused(f'{title} is in use by {holder}: {remedy}') from None
 
 
-@contextlib.contextmanager
-def alone_in(folder: paths.AnyPath) -> Iterator[None]:
-    """Make a folder, and wait until no other process is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
+def alone_in(folder: paths.AnyPath) -> 'Lock':
+    """Wait until no other process is in a folder, and lock it."""
     while True:
-        try:
-            held = _try(folder / '.lock', holder='')  # no message names the holder
-            break
-        except BlockingIOError:
-            time.sleep(SECONDS_BETWEEN_TRIES)
-    with held:
-        yield
+        with contextlib.suppress(BlockingIOError):
+            return _try(folder / '.lock', holder='')  # no message names the holder
+        time.sleep(SECONDS_BETWEEN_TRIES)
 
 
 def _try(file: paths.AnyPath, holder: str) -> 'Lock':
-    """Lock a file. Raises BlockingIOError if another process has the lock."""
+    """Lock a file, in a folder that it makes. Raises BlockingIOError if another process has the lock."""
     return DiskLock(file, holder) if isinstance(file, Path) else BucketLock(file, holder)
 
 
@@ -74,13 +72,13 @@ class DiskLock(Lock):
 
     def __init__(self, file: Path, holder: str):
         with paths.naming(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
             self._stream = file.open('a+')
             try:
                 fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._stream.close()
                 raise
-        with paths.naming(file.parent):
             self._stream.truncate(0)
             self._stream.write(holder)
             self._stream.flush()
@@ -93,22 +91,22 @@ class DiskLock(Lock):
 class BucketLock(Lock):
     """A lock in a bucket: a file that only one process can create, and that it writes again while it lives.
 
-    The lock of a process that was killed counts for LOCK_SECONDS. A process that was suspended for so long may
-    find the lock of another one: `on_loss` has to end it, because two would write the same files.
+    The lock of a process that was killed counts for LOCK_SECONDS by the store's clock. A process that was suspended
+    for so long finds another lock, or none: `on_loss` has to end it, because two would write the same files.
     """
 
-    def __init__(self, file: 'BucketPath', holder: str):
+    def __init__(self, file: 'UPath', holder: str):
         self.file = file
         self.content = f'{holder}\n{secrets.token_hex(8)}'.encode()
+        is_ours = buckets.create(file, self.content)
+        if not is_ours and self._age() >= LOCK_SECONDS:
+            paths.replace_file(file, self.content)
+            time.sleep(SECONDS_BETWEEN_WRITERS)
+            is_ours = self._is_ours()  # not if another process wrote later
+        if not is_ours:
+            raise BlockingIOError
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
-        # A repeated request may find its own content.
-        while not file.create(self.content) and self._read() != self.content:
-            other = self._read()
-            if self._age() < LOCK_SECONDS:
-                raise BlockingIOError
-            if self._read() == other:
-                file.unlink()
         self._thread.start()
 
     def close(self) -> None:
@@ -116,30 +114,33 @@ class BucketLock(Lock):
             super().close()
             self._closing.set()
             self._thread.join()
-            self.file.unlink()
+            if not self.is_lost:
+                self.file.unlink(missing_ok=True)
 
     def _renew(self) -> None:
         while not self._closing.wait(LOCK_SECONDS / 6):
             with contextlib.suppress(Exception):  # the network failed: the next renewal may succeed
-                if self._read() not in (self.content, b''):  # b'': somebody has removed it
+                if not self._is_ours():
                     self.is_lost = True
-                    self.on_loss(f'{self.file} is now held by another process: this one ends')
+                    self.on_loss(
+                        f'{self.file} is now held by another process, or was: this one ends'
+                    )
                     return
                 paths.replace_file(self.file, self.content)
 
-    def _read(self) -> bytes:
+    def _is_ours(self) -> bool:
         try:
-            return self.file.read_bytes()
+            return self.file.read_bytes() == self.content
         except FileNotFoundError:
-            return b''
+            return False
 
     def _age(self) -> float:
         """Return how many seconds ago the lock was written, by the clock of the store."""
-        now = self.file.with_name('lock.now')
+        now = self.file.with_name(f'lock.{secrets.token_hex(8)}')
         paths.replace_file(now, b'')
         try:
-            modified = self.file.client.modified
-            return (modified(str(now)) - modified(str(self.file))).total_seconds()
+            modified = self.file.fs.modified
+            return (modified(now.path) - modified(self.file.path)).total_seconds()
         except FileNotFoundError:  # its holder has removed it
             return LOCK_SECONDS
         finally:

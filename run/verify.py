@@ -1,6 +1,7 @@
 """The newest step of a workdir whose checkpoint is as it was saved."""
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,26 +24,24 @@ def newest_valid(
     other is left, and OSError for one that cannot be read, which may be valid and stays. In a bucket, leaves out
     unfinished ones.
     """
-    workdir = paths.to_path(workdir, may_be_new=True)
+    workdir = paths.to_path(workdir)
     for step, directory in reversed(checkpoint.step_folders(workdir).items()):
         if not directory.is_dir() or not checkpoint.commit_of(directory).exists():
             continue
         names = (f'{directory.name}.damaged-{number}' for number in itertools.count(1))
-        set_aside = next(workdir / name for name in names if not (workdir / name).exists())
+        set_aside = next(name for name in names if not (workdir / name).exists())
         try:
             verify(directory)
             return step
         except Damaged as error:
-            report(f'{error}. It is set aside as {set_aside.name}.')
+            report(f'{error}. It is set aside as {set_aside}.')
         if jax.process_index() == 0:
-            directory.rename(set_aside)
+            paths.rename_folder(directory, set_aside)
         multihost_utils.sync_global_devices(f'{directory} is set aside')
-    damaged = sorted(
-        x for x in checkpoint.list_folder(workdir) if x.match('checkpoint_*.damaged-*')
-    )
-    if damaged:
-        raise Refused(
-            f'{workdir} has only damaged checkpoints, such as {damaged[-1].name}: restore one from a copy, or name '
-            'another --workdir'
-        )
+    for path in sorted(paths.list_folder(workdir), reverse=True):
+        if re.fullmatch(r'checkpoint_.*\.damaged-.*', path.name):
+            raise Refused(
+                f'{workdir} has only damaged checkpoints, such as {path.name}: restore one from a copy, or name '
+                'another --workdir'
+            )
     return None

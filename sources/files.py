@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import paths
 from messages import Refused, first_ten
+from run import buckets
 
 # A longer line of plain text is cut into documents of at most sources.text.CUT_BYTES.
 MAX_LINE_BYTES = 1 << 20
@@ -91,8 +92,6 @@ def matching_files(name: str) -> dict[str, paths.FileStatus]:
     """Return the files of a path or a glob: absolute paths, or URLs."""
     files = {}
     if paths.is_in_bucket(name):
-        from run import buckets
-
         files = buckets.matching_files(name)
     else:
         path = paths.disk_path(name)

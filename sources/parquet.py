@@ -17,6 +17,7 @@ import pyarrow.types
 import paths
 from messages import Refused
 from randomness import permutation
+from run.buckets import ReadError
 from sources import Record, deal
 from sources.deal import Blocks
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
@@ -152,7 +153,7 @@ def damage_named(what: str) -> Iterator[None]:
     """Raise DamagedFile for what pyarrow cannot read."""
     try:
         yield
-    except (paths.ReadError, Refused):
+    except (ReadError, Refused):
         raise
     except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
         cause = ' '.join(str(error).split())

@@ -73,9 +73,7 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
 
 def versions_of(folder: paths.AnyPath) -> list[str]:
     """Return the versions in the folder of a data set, from the oldest to the newest."""
-    if not folder.is_dir():
-        return []
-    names = [child.name for child in folder.iterdir()]
+    names = [child.name for child in paths.list_folder(folder)]
     versions = [name for name in names if VERSION.fullmatch(name)]
     return sorted(versions, key=lambda version: [int(part) for part in version.split('.')])
 
@@ -114,7 +112,7 @@ class DataSet:
         if isinstance(folder, Path):
             return self._tfds.builder_from_directory(folder).info
         with tempfile.TemporaryDirectory() as copied:
-            for file in folder.iterdir():
+            for file in paths.list_folder(folder):
                 if '-of-' not in file.name:
                     Path(copied, file.name).write_bytes(file.read_bytes())
             return self._tfds.builder_from_directory(copied).info

@@ -12,8 +12,9 @@ PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 LAYERS = (
     {'kernels', 'randomness', 'messages'},
+    {'run.buckets'},
     {'paths'},
-    {'partition', 'user_code', 'configs', 'run.buckets'},
+    {'partition', 'user_code', 'configs'},
     {'decode'},
     {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
@@ -60,8 +61,8 @@ DOORS = {
     'infer': {'formats'},
     'paths': {'run'},
 }
-# What is imported inside of functions alone: foreign formats, and the clients of clouds, which lie above `paths`.
-LATE_DOORS = {'infer': 'formats', 'paths': 'run.buckets'}
+# What is imported inside of functions alone.
+LATE_DOORS = {'infer': 'formats'}
 # What a part of the program does without: jax on the host side; files and settings in the math.
 HOST_SIDE = ('data', 'stream', 'vocabulary', 'paths', 'randomness', 'user_code')
 MATH = ('model', 'kernels', 'loss', 'decode', 'optimizer', 'partition', 'state_names')
@@ -157,7 +158,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 28, 7750, 7950), ('infer', 11, 4400, 7900), ('model', 5, 2273, 2273)],
+    [('loop', 29, 7760, 7760), ('infer', 13, 4470, 7740), ('model', 5, 2273, 2273)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

@@ -39,7 +39,7 @@ import checkpoint
 import paths
 from run import checks, verify, workdir
 
-folder = paths.to_path(sys.argv[1], may_be_new=True)
+folder = paths.to_path(sys.argv[1])
 saver = checkpoint.Saver(folder, keep=2)
 for step in range(1, 5):
     if step == 3:
@@ -102,7 +102,7 @@ from modes import process
 from run import lock
 
 lock.LOCK_SECONDS = 3.0
-file = paths.to_path(sys.argv[1], may_be_new=True) / 'lock'
+file = paths.to_path(sys.argv[1]) / 'lock'
 while True:
     try:
         held = lock.lock(file, 'x', 'stop it')
@@ -168,7 +168,7 @@ import checkpoint
 import paths
 from run import checks, verify
 
-folder = paths.to_path(sys.argv[1], may_be_new=True)
+folder = paths.to_path(sys.argv[1])
 newest = verify.newest_valid(folder) or 0
 for step in checkpoint.steps(folder):
     assert (checkpoint.restore(folder / f'checkpoint_{step}')['target/x'] == step).all()
@@ -228,9 +228,9 @@ MAIN = """
 import sys
 
 import main
-from run import workdir
+from run import lock
 
-workdir.LOCK_SECONDS = 3.0
+lock.LOCK_SECONDS = 3.0
 sys.exit(main.main(['main.py', *sys.argv[1:]]))
 """
 CONFIG = """
@@ -269,7 +269,7 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(scheme, store, tmp_path):
     for name in ('checkpoint_3/target.', 'checkpoint_6/manifest'):
         run_main(store, config, f'--workdir={url}', killed_at=name)
         logged = (store.folder / 'home/runs/x/metrics.jsonl').read_text().splitlines()
-        assert json.loads(logged[-1])['step'] == int(name[11])  # earlier lines survive
+        assert json.loads(logged[-1])['step'] >= int(name[11])  # earlier lines survive
         time.sleep(3)  # until the lock counts no more
     output = run_main(store, config, f'--workdir={url}')
     assert 'Continuing after step 3' in output and f'Everything is in {url}' in output
@@ -310,7 +310,7 @@ from run.lock import lock
 
 for url in sys.argv[1:]:
     try:
-        folder = paths.to_path(url, may_be_new=True)
+        folder = paths.to_path(url)
         checks.check_is_run(folder)
         lock(folder / 'lock', str(folder), 'stop it')
     except (ValueError, OSError) as error:
