@@ -361,6 +361,9 @@ class CachedRecords(Blocks):
         self.names = [file.path for file in files]
         self.bad_lines = bad_lines
         self.open_blocks()
+        if split.num_examples not in (None, self.num_records):
+            folder = split.files[0].parent
+            raise Refused(f'{folder}: its stats are of other examples: copy the folder again')
 
     def open_blocks(self) -> None:
         """Find where each example begins."""

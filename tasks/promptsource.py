@@ -30,7 +30,7 @@ import paths
 from messages import Refused
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
-from tasks.mixtures import PreprocessFn, Task
+from tasks.mixtures import PreprocessFn, Task, check_name
 from tasks.preprocessors import Example, Fields
 
 SEPARATOR = '|||'  # between inputs and targets, and between choices
@@ -63,11 +63,16 @@ def tasks(
     of a record to those of the templates.
     """
     content = read_templates(templates_file)
-    dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
-    templates = [Template(entry, templates_file) for entry in content['templates'].values()]
+    try:
+        dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
+        templates = [Template(entry, templates_file) for entry in content['templates'].values()]
+        prompts = [prompt_of(dataset, template) for template in templates]
+        for template in templates:
+            check_name(tasks_t0.task_name(dataset, template.name))
+    except (AssertionError, AttributeError, LookupError, TypeError, jinja2.TemplateError) as error:
+        raise Refused(f'{templates_file} is damaged ({error!r}): copy it again') from error
     found = []
-    for template in templates:
-        prompt = prompt_of(dataset, template)
+    for template, prompt in zip(templates, prompts, strict=True):
         name = tasks_t0.task_name(dataset, template.name)
         task = dataclasses.replace(
             tasks_t0.text_task(prompt, name),
@@ -93,7 +98,11 @@ def tasks(
 
 def read_templates(file: str) -> Example:
     """Return what a file of templates holds."""
-    return yaml.load(paths.disk_path(file).read_text(encoding='utf-8'), Loader=TemplateLoader)
+    path = paths.disk_path(file)
+    try:
+        return yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: its bytes, a date
+        raise Refused(f'{file} is damaged ({error}): copy it again') from error
 
 
 class TemplateLoader(yaml.SafeLoader):
@@ -129,7 +138,7 @@ class Template:
         self.file = file
         self.name: str = entry['name']
         self.metadata: Fields = entry['metadata']
-        self.jinja: str = entry['jinja']
+        self.jinja = ''.join(entry['jinja'])  # a TypeError for what is no text
         self.choices_jinja: str | None = entry['answer_choices']
 
     @functools.cached_property
