@@ -131,7 +131,8 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
             f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only'
         )
     vocabulary = initial_vocabulary(config, directory)
-    if any(f'{checkpoint.PARAMETER_PREFIX}{path}' in leaves for path in of_vocabulary):
+    parameters = checkpoint.parameters(leaves)
+    if of_vocabulary & parameters.keys():
         check_keeps_ids(config, directory, vocabulary)
 
     # Adapters may begin with values that are made from the base.
@@ -140,7 +141,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         base = formats.open.describe_base(opened)
         initial = wanted.model_config.modules.initial_adapters
         if initial is not None:
-            read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
+            read = lambda path: checkpoint.read_leaf(parameters[path])  # noqa: E731
             adapters = initial(wanted.model_config, read, vocabulary, config.seed)
             leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in adapters.items()}
     return Start(
