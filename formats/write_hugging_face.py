@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import checkpoint
 import model
 import paths
 from formats import hugging_face, own_options
+from formats.names import translate
 from formats.vocabulary import files_of
 from messages import Refused, first_ten
 from vocabulary import Vocabulary
@@ -30,35 +32,45 @@ def write(
     one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
-    check_names(arrays, hugging_face.parameter_names(config))
+    names = names_of(config, arrays)
+    files: list[list[str]] = [[]]  # the paths of each
+    num_bytes = 0
+    for path, x in arrays.items():
+        size = math.prod(x.shape) * x.dtype.itemsize
+        if files[-1] and num_bytes + size > shard_bytes:
+            files.append([])
+            num_bytes = 0
+        files[-1].append(path)
+        num_bytes += size
     with new_folder(folder) as unfinished:
         write_json(unfinished / 'config.json', settings)
         for name, content in files_of(vocabulary).items():
             (unfinished / name).write_bytes(content)
-        file_names: dict[Path, list[str]] = {}  # {file: its arrays}
+        weight_map: dict[str, str] = {}
         total_size = 0
-        for shard in _shards(config, arrays, shard_bytes):
-            file = unfinished / f'{len(file_names)}.safetensors'  # until their number is known
-            save_arrays(file, shard)
-            file_names[file] = list(shard)
+        for i, paths_of_file in enumerate(files, start=1):
+            file_name = f'model-{i:05}-of-{len(files):05}.safetensors'
+            if len(files) == 1:
+                file_name = hugging_face.WEIGHTS
+            shard: dict[str, np.ndarray] = {}
+            for path in paths_of_file:
+                shard |= _named_arrays(path, names[path], arrays[path])
+            save_arrays(unfinished / file_name, shard)
+            weight_map |= dict.fromkeys(shard, file_name)
             total_size += sum(x.nbytes for x in shard.values())
-        num_files = len(file_names)
-        if num_files == 1:
-            file.rename(unfinished / hugging_face.WEIGHTS)
-        else:
-            weight_map: dict[str, str] = {}
-            for i, (file, names) in enumerate(file_names.items(), start=1):
-                file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
-                weight_map |= dict.fromkeys(names, file.name)
+        if len(files) > 1:
             index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
             write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
 
 
-def check_names(paths_of_ours: Iterable[str], names: Mapping[str, str]) -> None:
-    """Raise Refused if `names`, {our path: transformers' name}, lacks a path."""
-    unknown = sorted(set(paths_of_ours) - names.keys())
+def names_of(config: model.T5Config, paths_of_ours: Iterable[str]) -> dict[str, str]:
+    """Return {our path: transformers' name without .weight}. Raise Refused for a path without one."""
+    table = hugging_face.parameter_names(config)
+    names = {path: translate(path, table) for path in paths_of_ours}
+    unknown = [path for path in sorted(names) if not names[path]]
     if unknown:
         raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
+    return names
 
 
 @contextlib.contextmanager
@@ -139,29 +151,16 @@ def _settings(config: model.T5Config) -> dict:
     }
 
 
-def _shards(
-    config: model.T5Config,
-    arrays: Mapping[str, checkpoint.Leaf],
-    shard_bytes: int,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
-    names = hugging_face.parameter_names(config)
-    shard: dict[str, np.ndarray] = {}
-    num_bytes = 0
-    for path in arrays:
-        x = np.asarray(checkpoint.read_leaf(arrays[path]))
-        by_name = {names[path]: x}
-        if x.ndim == 3:  # experts, stored one by one
-            start, end = names[path].split('.experts.')
-            by_name = {f'{start}.experts.expert_{i}.{end}': matrix for i, matrix in enumerate(x)}
-        for name, matrix in by_name.items():
-            if shard and num_bytes + matrix.nbytes > shard_bytes:
-                yield shard
-                shard = {}
-                num_bytes = 0
-            num_bytes += matrix.nbytes
-            if hugging_face.is_transposed(path):
-                shard[name] = hugging_face.transpose(matrix)
-            else:
-                shard[name] = np.ascontiguousarray(matrix)
-    yield shard
+def _named_arrays(path: str, name: str, leaf: checkpoint.Leaf) -> dict[str, np.ndarray]:
+    """Return {transformers' name: array} of a parameter: of one array, or of one for each expert."""
+    x = np.asarray(checkpoint.read_leaf(leaf))
+    named = {f'{name}.weight': x}
+    if x.ndim == 3:
+        start, end = name.split('.experts.')
+        named = {f'{start}.experts.expert_{i}.{end}.weight': matrix for i, matrix in enumerate(x)}
+    for name, matrix in named.items():
+        if hugging_face.is_transposed(path):
+            named[name] = hugging_face.transpose(matrix)
+        else:
+            named[name] = np.ascontiguousarray(matrix)
+    return named

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 import numpy as np
 
 import checkpoint
+import model
 import paths
 from checkpoint import Leaf
 from formats import hugging_face, peft, write_hugging_face
+from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG
 from model import T5Config
 
@@ -39,15 +41,13 @@ def write(
             'token_dim': config.emb_dim,
         }
     else:
-        names = hugging_face.parameter_names(config)
-        write_hugging_face.check_names(kernels, names)
-        modules = []
+        modules = write_hugging_face.names_of(config, kernels)
         for path, (lora_a, lora_b) in kernels.items():
-            module = names[path].removesuffix('.weight')
-            modules.append(module)
             for name, leaf in (('lora_A', lora_a), ('lora_B', lora_b)):
                 x = np.asarray(checkpoint.read_leaf(leaf))
-                arrays[f'base_model.model.{module}.{name}.weight'] = hugging_face.transpose(x)
+                arrays[f'base_model.model.{modules[path]}.{name}.weight'] = hugging_face.transpose(
+                    x
+                )
         alpha = config.lora_alpha
         settings |= {
             'peft_type': peft.LORA,
@@ -55,19 +55,20 @@ def write(
             'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
             'lora_dropout': 0.0,
             'bias': 'none',
-            'target_modules': _targets(modules, names),
+            'target_modules': _targets(config, sorted(modules.values())),
         }
     with write_hugging_face.new_folder(folder) as unfinished:
         write_hugging_face.write_json(unfinished / ADAPTER_CONFIG, settings)
         write_hugging_face.save_arrays(unfinished / peft.WEIGHTS, arrays)
 
 
-def _targets(modules: list[str], names: Mapping[str, str]) -> list[str]:
+def _targets(config: T5Config, modules: list[str]) -> list[str]:
     """Return peft's target_modules for these modules: the ends of their names, such as q, if they suffice."""
     ends = sorted({module.rpartition('.')[2] for module in modules})
+    table = hugging_face.parameter_names(config)
     matched = []
-    for path, name in names.items():
-        module = name.removesuffix('.weight')
+    for path in model.shapes(config):
+        module = translate(path, table)
         if path.endswith('/kernel') and module.rpartition('.')[2] in ends:
             matched.append(module)
-    return ends if sorted(matched) == sorted(modules) else sorted(modules)
+    return ends if sorted(matched) == modules else modules

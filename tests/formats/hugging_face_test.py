@@ -295,8 +295,8 @@ BAD_CONFIGS = [
     ({'num_layers': 10**12}, 'num_layers=1000000000000'),
     ({'num_layers': 3}, 'num_layers=3'),
     ({'dropout_rate': 'high'}, 'config.json'),
-    ({'num_decoder_layers': 1}, 'decoder.block.1.'),
-    ({'model_type': 'umt5'}, 'block.1.layer.0.SelfAttention.relative_attention_bias'),
+    ({'num_decoder_layers': 1}, 'decoder/layers_1/'),
+    ({'model_type': 'umt5'}, 'layers_1/relpos_bias'),
     ({'d_ff': 128}, 'mlp/wi_0/kernel'),
     ({'model_type': 'longt5', 'encoder_attention_type': ['local']}, 'encoder_attention_type='),
     ({'model_type': 'switch_transformers', 'encoder_sparse_step': [1]}, 'encoder_sparse_step='),
@@ -404,23 +404,26 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 
     read = []
 
-    class Lazy(dict):
-        def __getitem__(self, path):
-            if self == {} and 'decoder/layers_1' in path:
+    class Lazy:
+        def __init__(self, path, fails):
+            self.path, self.fails = path, fails
+            self.shape, self.dtype = arrays[path].shape, arrays[path].dtype
+
+        def read(self):
+            if self.fails and 'decoder/layers_1' in self.path:
                 raise OSError('the disk is gone')
-            read.append(path)
-            return arrays[path]
+            read.append(self.path)
+            return np.asarray(arrays[self.path])
 
-        def __iter__(self):
-            return iter(arrays)
-
+    failing = {path: Lazy(path, fails=True) for path in arrays}
     with pytest.raises(OSError):
-        write_hugging_face.write(folder, config, Lazy(), shard_bytes=10_000)
+        write_hugging_face.write(folder, config, failing, shard_bytes=10_000)
     other = dataclasses.replace(config, mlp_activations=('relu', 'linear'))
     assert_refused(lambda: write_hugging_face.write(folder, other, {}), 'mlp_activations=')
     assert os.listdir(tmp_path) == []
     del read[:]
-    write_hugging_face.write(folder, config, Lazy(any=1), shard_bytes=10_000)
+    lazy = {path: Lazy(path, fails=False) for path in arrays}
+    write_hugging_face.write(folder, config, lazy, shard_bytes=10_000)
     assert read == list(arrays)  # each once
     assert_refused(lambda: write_hugging_face.write(folder, config, arrays), str(folder))
     assert_same_bits(load(folder).arrays, arrays)
@@ -514,8 +517,8 @@ BIAS = 'encoder__block__0__layer__0__SelfAttention__relative_attention_bias__wei
 MATRIX = np.zeros([2, 2], np.float32)
 BAD_SINGLE_FILES = [
     ({'shared__weight': None}, 'shared.weight'),
-    ({BIAS: None}, 'relative_attention_bias.weight'),
-    ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'wo.weight'),
+    ({BIAS: None}, 'encoder/relpos_bias'),
+    ({'encoder__block__1__layer__1__DenseReluDense__wo__weight': None}, 'layers_1/mlp/wo'),
     (
         {'encoder__block__0__layer__1__mlp__router__classifier__weight': np.zeros([], np.float32)},
         'router',
