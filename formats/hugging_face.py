@@ -27,22 +27,15 @@ from messages import Refused, first_ten, named
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
-TRAINERS = re.compile(r'checkpoint-\d+')  # a checkpoint of transformers' Trainer
-# Weights that are not read, by name and by suffix: how to write safetensors from them.
-SAVE_AGAIN = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
-OTHER_WEIGHTS = {
-    'pytorch_model.bin': SAVE_AGAIN,
-    'pytorch_model.bin.index.json': SAVE_AGAIN,
-    'flax_model.msgpack': f'{SAVE_AGAIN} (from_flax=True, transformers 4 and flax)',
-    'tf_model.h5': f'{SAVE_AGAIN} (from_tf=True, transformers 4 and tensorflow)',
-}
-PICKLE = 'a pickle can run code: write safetensors from torch.load(FILE, weights_only=True)'
-OTHER_FILES = {
-    '.gguf': 'load it with transformers (gguf_file=NAME), and write safetensors.torch.save_model',
-    '.pt': PICKLE,
-    '.pth': PICKLE,
-    '.bin': PICKLE,
-}
+# Weights that are not read: files of a folder, and the ends of names of single files.
+OTHER_WEIGHTS = (
+    'pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack', 'tf_model.h5',
+)  # fmt: skip
+OTHER_FILES = ('.bin', '.pt', '.pth', '.msgpack', '.h5', '.gguf')
+SAVE_AGAIN = (
+    'if you trust it, write safetensors from it: load it with transformers (gguf_file=NAME of GGUF; version 4 with '
+    'from_flax=True, from_tf=True) or torch.load(FILE, weights_only=True)'
+)
 ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
     'mt5': 'MT5ForConditionalGeneration',
@@ -109,19 +102,13 @@ OURS_OF_GENERATION = {
 }
 
 
-class FeedForward(NamedTuple):
-    """An activation of the MLP: `dense_act_fn` of config.json, and T5Config's `mlp_activations`."""
-
-    dense_act_fn: str
-    mlp_activations: tuple[str, ...]
-
-
-# config.json: feed_forward_proj. gelu_new is the tanh form.
+# config.json: feed_forward_proj -> mlp_activations, whose first is dense_act_fn; gelu_new is the tanh form.
 FEED_FORWARDS = {
-    'relu': FeedForward('relu', ('relu',)),
-    'gated-gelu': FeedForward('gelu_new', ('gelu', 'linear')),
-    'gated-silu': FeedForward('silu', ('silu', 'linear')),
+    'relu': ('relu',),
+    'gated-gelu': ('gelu', 'linear'),
+    'gated-silu': ('silu', 'linear'),
 }
+DENSE_ACT_FNS = {'relu': 'relu', 'gelu': 'gelu_new', 'silu': 'silu'}
 
 
 LONG_T5 = 'long_t5'  # the family
@@ -291,21 +278,12 @@ def is_single_file(file: paths.AnyPath) -> bool:
 
 def check_file(file: paths.AnyPath, is_adapter: bool) -> None:
     """Raise Refused if `file` is one of a folder, or has weights that are not read."""
-    remedy = OTHER_WEIGHTS.get(file.name) or OTHER_FILES.get(file.suffix)
+    remedy = SAVE_AGAIN if file.suffix in OTHER_FILES else ''
     is_of_folder = file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent)
     if is_adapter or (is_of_folder and not is_single_file(file)):
         remedy = f'name its folder, {file.parent}'
     if remedy:
         raise Refused(f'{file} is not read: {remedy}')
-
-
-def check_folder(folder: paths.AnyPath) -> None:
-    """Raise Refused for a folder of checkpoints of transformers' Trainer."""
-    saved = [path.name for path in paths.list_folder(folder) if TRAINERS.fullmatch(path.name)]
-    if saved and not is_folder(folder):
-        raise Refused(
-            f'{folder} holds checkpoints of a Trainer: name one, {first_ten(sorted(saved))}'
-        )
 
 
 def on_disk(folder: paths.AnyPath) -> Path:
@@ -449,14 +427,14 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         sizes['num_decoder_layers'] = 0
     default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
     name = settings.get('feed_forward_proj', default)
-    feed_forward = FEED_FORWARDS.get(str(name))
-    dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
-    if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
+    activations = FEED_FORWARDS.get(str(name), ('',))
+    dense_act_fn = settings.get('dense_act_fn', DENSE_ACT_FNS.get(activations[0]))
+    if dense_act_fn is None or dense_act_fn != DENSE_ACT_FNS.get(activations[0]):
         raise Refused(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
     config = model.T5Config(
         **sizes,
         dtype='float32',
-        mlp_activations=feed_forward.mlp_activations,
+        mlp_activations=activations,
         dropout_rate=settings.get('dropout_rate', 0.1),
         logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
         float32_attention_logits=False,
@@ -596,9 +574,9 @@ def _weight_files(folder: Path) -> list[Path]:
     remedy = 'copy it, or its parts and their index'
     for file in sorted(folder.glob('*.safetensors')):
         remedy = f'rename {file.name}, if it is a variant of it'
-    for name, save_again in OTHER_WEIGHTS.items():
+    for name in OTHER_WEIGHTS:
         if paths.is_file(folder / name):
-            remedy = f'{name} is not read: {save_again}'
+            remedy = f'{name} is not read: {SAVE_AGAIN}'
     index_file = folder / WEIGHTS_INDEX
     if paths.is_file(index_file):
         weight_map = paths.read_json(index_file).get('weight_map')

@@ -21,7 +21,6 @@ from checkpoint import Leaf
 from configs import base
 from configs.check import read_stored
 from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
-from formats.vocabulary import folders_of
 from messages import Refused, first_ten, named
 from model import T5Config
 from randomness import digest
@@ -122,8 +121,6 @@ def open_checkpoint(
         if isinstance(directory, Path) and directory.suffix != '.safetensors':
             # The other parts are beside the target of the user's link.
             directory = Path(os.path.realpath(directory))
-    elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
-        hugging_face.check_folder(directory)
     leaves: dict[str, Leaf] = {}
     if peft.is_folder(directory):
         opened = _open_peft(directory)
@@ -204,7 +201,7 @@ LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 def check_family(directory: paths.AnyPath, config: T5Config) -> None:
     """Raise Refused if the parameters for a T5 seem to be those of a LongT5: same shapes, another attention.
 
-    A folder of its path, or T5X's gin beside it, says so. A checkpoint of this program has a config that tells.
+    A folder of its path says so. A checkpoint of this program has a config that tells.
     """
     if config.module or read_stored(directory):
         return
@@ -212,12 +209,6 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
     if isinstance(directory, Path):
         target = Path(os.path.realpath(directory))
     signs = [part for part in f'{directory}/{target}'.split('/') if LONG_T5.search(part)]
-    for folder in folders_of(target):
-        for file in checkpoint.list_folder(folder):
-            if file.suffix == '.gin' and paths.is_file(file):
-                text = re.sub('#.*', '', file.read_bytes().decode(errors='replace'))
-                if LONG_T5.search(text):
-                    signs.append(file.name)
     if signs:
         raise Refused(
             f'{directory}: {signs[0]!r} names a LongT5, whose answers are wrong if it is read as a T5: set '

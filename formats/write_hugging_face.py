@@ -102,7 +102,7 @@ def _settings(config: model.T5Config) -> dict:
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
-    names = {x.mlp_activations: name for name, x in hugging_face.FEED_FORWARDS.items()}
+    names = {x: name for name, x in hugging_face.FEED_FORWARDS.items()}
     options = own_options.as_dict(config.options)
     is_known = activations in names
     if config.module == hugging_face.SWITCH:
@@ -143,7 +143,7 @@ def _settings(config: model.T5Config) -> dict:
         **sizes,
         'dropout_rate': config.dropout_rate,
         'feed_forward_proj': name,
-        'dense_act_fn': hugging_face.FEED_FORWARDS[name].dense_act_fn,
+        'dense_act_fn': hugging_face.DENSE_ACT_FNS[activations[0]],
         'is_gated_act': len(activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
