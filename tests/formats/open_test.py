@@ -202,17 +202,6 @@ def test_through_hugging_face_and_back(source, tmp_path):
     assert of_hugging_face == formats.open.open_model(tmp_path / 'back').config
 
 
-def test_mesh_tf_keeps_its_optimizer_state(tmp_path):
-    written = convert.convert_checkpoint(MESH_TF, tmp_path, 't5x')
-    arrays = np.load(MESH_TF / 'golden.npz')
-    found = checkpoint.restore(written)
-    assert written.name == 'checkpoint_1000000' and found['state/step'] == 1_000_000
-    for name in arrays:
-        if name.startswith('imported/'):
-            path, x = name.removeprefix('imported/'), arrays[name]
-            np.testing.assert_array_equal(found[path].astype(x.dtype), x, path)
-
-
 SOURCES = {
     'T5X': T5X,
     'T5X workdir': T5X.parent,
@@ -350,8 +339,8 @@ def test_single_files_of_checkpoints(tmp_path):
     written = convert.convert_checkpoint(T5X, tmp_path / 'x', 't5x')
     for name in ('manifest.json', 'config.json'):
         assert_refused(lambda name=name: infer.load(written / name), str(written))
-    for name in ('index', 'data-00000-of-00003', 'data-00002-of-00003'):
-        assert formats.open.open_model(MESH_TF / f'model.ckpt-1000000.{name}').config.emb_dim == 32
+    file = MESH_TF / 'model.ckpt-1000000.data-00002-of-00003'
+    assert formats.open.open_model(file).config.emb_dim == 32
 
 
 POINTERS = [
