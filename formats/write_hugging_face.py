@@ -1,4 +1,4 @@
-"""Writing Hugging Face's folders, which transformers opens; hugging_face.py reads them."""
+"""Writing folders for transformers and peft; hugging_face.py and peft.py read them."""
 
 import contextlib
 import json
@@ -12,9 +12,9 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
-from formats import hugging_face, own_options
+from formats import hugging_face, own_options, peft
 from formats.names import translate
-from formats.vocabulary import files_of
+from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
 from vocabulary import Vocabulary
 
@@ -164,3 +164,65 @@ def _named_arrays(path: str, name: str, leaf: checkpoint.Leaf) -> dict[str, np.n
         else:
             named[name] = np.ascontiguousarray(matrix)
     return named
+
+
+# Adapters.
+
+
+def write_peft(
+    folder: str | paths.AnyPath,
+    config: model.T5Config,
+    kernels: Mapping[str, tuple[checkpoint.Leaf, checkpoint.Leaf]],
+    prompt: checkpoint.Leaf | None,
+    base: str,
+) -> None:
+    """Write a new folder that peft opens: all or nothing.
+
+    `config`: of the model with `kernels`, {our path of a kernel: (lora_a, lora_b)}, of one rank, or with a `prompt`;
+    `base`: the path or name of the base.
+    """
+    settings: dict = {
+        'base_model_name_or_path': base,
+        'inference_mode': True,
+        'task_type': 'SEQ_2_SEQ_LM',
+    }
+    arrays = {}
+    if prompt is not None:
+        arrays[peft.PROMPT_NAME] = np.asarray(checkpoint.read_leaf(prompt))
+        settings |= {
+            'peft_type': peft.PROMPT_TUNING,
+            'num_virtual_tokens': len(arrays[peft.PROMPT_NAME]),
+            'num_transformer_submodules': 1,
+            'token_dim': config.emb_dim,
+        }
+    else:
+        modules = names_of(config, kernels)
+        for path, (lora_a, lora_b) in kernels.items():
+            for name, leaf in (('lora_A', lora_a), ('lora_B', lora_b)):
+                x = np.asarray(checkpoint.read_leaf(leaf))
+                full_name = f'base_model.model.{modules[path]}.{name}.weight'
+                arrays[full_name] = hugging_face.transpose(x)
+        alpha = config.lora_alpha
+        settings |= {
+            'peft_type': peft.LORA,
+            'r': config.lora_rank,
+            'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
+            'lora_dropout': 0.0,
+            'bias': 'none',
+            'target_modules': _targets(config, sorted(modules.values())),
+        }
+    with new_folder(folder) as unfinished:
+        write_json(unfinished / ADAPTER_CONFIG, settings)
+        save_arrays(unfinished / peft.WEIGHTS, arrays)
+
+
+def _targets(config: model.T5Config, modules: list[str]) -> list[str]:
+    """Return peft's target_modules for these modules: the ends of their names, such as q, if they suffice."""
+    ends = sorted({module.rpartition('.')[2] for module in modules})
+    table = hugging_face.parameter_names(config)
+    matched = []
+    for path in model.shapes(config):
+        module = translate(path, table)
+        if path.endswith('/kernel') and module.rpartition('.')[2] in ends:
+            matched.append(module)
+    return ends if sorted(matched) == modules else modules

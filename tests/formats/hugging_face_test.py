@@ -35,7 +35,7 @@ import formats.vocabulary
 import infer
 import model
 import partition
-from formats import hugging_face, own_model, write_hugging_face, write_peft
+from formats import hugging_face, own_model, write_hugging_face
 from formats.vocabulary import files_of, find_vocabulary
 from messages import Refused
 from modes import infer as infer_mode
@@ -867,5 +867,5 @@ def test_parameters_that_transformers_lacks_are_named(tmp_path):
         write_hugging_face.write(tmp_path / 'to', CONFIGS['t5_1_1'], arrays)
     kernels = {'encoder/gate/kernel': (np.zeros([2, 1]), np.zeros([1, 2]))}
     with pytest.raises(Refused, match='encoder/gate/kernel: .*--format=t5x'):
-        write_peft.write(tmp_path / 'to', CONFIGS['t5_1_1'], kernels, None, 'base')
+        write_hugging_face.write_peft(tmp_path / 'to', CONFIGS['t5_1_1'], kernels, None, 'base')
     assert list(tmp_path.iterdir()) == []

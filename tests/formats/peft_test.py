@@ -23,7 +23,7 @@ import formats.open
 import infer
 import model
 import partition
-from formats import own_model, peft, write_hugging_face, write_peft
+from formats import own_model, peft, write_hugging_face
 from formats.vocabulary import find_vocabulary
 from modes import convert
 
@@ -215,7 +215,7 @@ def write_lora(folder, config, params, base):
         if path.endswith('/lora_a'):
             scope = path.removesuffix('/lora_a')
             kernels[f'{scope}/kernel'] = (params[path], params[f'{scope}/lora_b'])
-    write_peft.write(folder, config, kernels, None, str(base))
+    write_hugging_face.write_peft(folder, config, kernels, None, str(base))
 
 
 @pytest.mark.parametrize('targets, expected', [
@@ -332,7 +332,9 @@ def test_peft_reads_a_prompt_as_we_do(with_peft, tmp_path, name):
     base = write_base(tmp_path / 'base', name)
     config = own_model.as_family(base, 'prompt_tuning', {'length': 5})
     params = random_params(config) | random_params(base)
-    write_peft.write(tmp_path / 'prompt', config, {}, params[peft.PROMPT], str(tmp_path / 'base'))
+    write_hugging_face.write_peft(
+        tmp_path / 'prompt', config, {}, params[peft.PROMPT], str(tmp_path / 'base')
+    )
     batch = token_batch(96)
     ours = infer.T5(config, params, partition.make_mesh(data=1)).logits(batch)
     theirs = their_logits(reopened(with_peft, tmp_path / 'base', tmp_path / 'prompt'), batch)
