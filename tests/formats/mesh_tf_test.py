@@ -167,31 +167,6 @@ def test_a_bundle_of_ours_comes_back(tmp_path, compress):
     assert_same(found, arrays)
 
 
-def test_variables_get_the_names_of_t5x(tmp_path):
-    arrays = mesh_tf_variables()
-    found = read_all(bundle(tmp_path / 'model.ckpt-1000000', arrays))
-    params = checkpoint.parameters(found)
-    assert checkpoint.shapes(params) == model.shapes(SMALLEST)
-    assert len(found) == 1 + 5 * len(params)  # four slots each
-    assert (found['state/step'].dtype, found['state/step'].shape) == (np.int32, ())
-    assert found['state/step'] == 1_000_000
-    block = 'decoder/block_000/layer_001/EncDecAttention/'
-    cross = found['target/decoder/layers_0/encoder_decoder_attention/out/kernel']
-    assert_same({'': cross}, {'': arrays[block + 'o']})
-    zeros = np.zeros(1, np.float32)
-
-    def slots(parameter):
-        names = ('m', 'v', 'v_row', 'v_col')
-        return {name: found[f'state/param_states/{parameter}/{name}'] for name in names}
-
-    name = 'encoder/block_000/layer_001/layer_norm/scale_slot_v'
-    expected = dict.fromkeys(('m', 'v_row', 'v_col'), zeros) | {'v': arrays[name]}
-    assert_same(slots('encoder/layers_0/pre_mlp_layer_norm/scale'), expected)
-    name = 'encoder/block_000/layer_001/DenseReluDense/wi_0/kernel_slot_v'
-    expected = {'m': zeros, 'v': zeros, 'v_row': arrays[name + 'r'], 'v_col': arrays[name + 'c']}
-    assert_same(slots('encoder/layers_0/mlp/wi_0/kernel'), expected)
-
-
 def test_factored_slots_are_those_of_our_optimizer(tmp_path):
     """Means of the same squared gradients, of the dimensions that Mesh-TF and ours reduce."""
     rng = np.random.default_rng(1)

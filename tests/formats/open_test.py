@@ -31,7 +31,6 @@ import vocabulary as vocabularies
 from formats import hugging_face, own_model, t5x
 from formats.vocabulary import find_vocabulary
 from modes import convert
-from modes import infer as infer_mode
 from modes.errors import one_line
 from run import verify
 from run.train_vocabulary import train_vocabulary
@@ -503,27 +502,14 @@ def test_where_a_vocabulary_is_found(tmp_path, pieces):
     assert_refused(lambda: find_vocabulary(T5X, nothing), f'{nothing}')
 
 
-def test_added_tokens_without_ids_are_refused_in_every_mode(tmp_path, corpus):
+def test_added_tokens_without_ids_are_refused(tmp_path):
     folder = shutil.copytree(HUGGING_FACE, tmp_path / 'hf')
     shutil.copy(GOLDEN / 'hunt/good.model', folder / 'spiece.model')
     content = json.dumps({'additional_special_tokens': ['<mark>']})
     (folder / 'tokenizer_config.json').write_text(content)
     assert_refused(lambda: infer.load(folder), "'<mark>'")
-    convert_it = lambda: convert.convert_checkpoint(folder, tmp_path / 'out', 't5x')  # noqa: E731
-    assert_refused(convert_it, "'<mark>'")
-    for vocabulary in ('', str(folder)):
-        request = infer_mode.Request(str(folder), text='a <mark> b')
-        changes = {'data.vocabulary': vocabulary}
-        assert_refused(partial(infer_mode.prepare, request, None, changes), "'<mark>'")
-        config = small_config(corpus)
-        config.model.update(emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
-        config.model.update(num_encoder_layers=2, num_decoder_layers=2)
-        config.data.vocabulary = vocabulary
-        config.restore.path = str(folder)
-        assert_refused(partial(prepare.prepare, config, tmp_path / 'run'), "'<mark>'")
-    config.restore.path = ''
-    assert_refused(lambda: prepare.prepare(config, tmp_path / 'run'), 'data.vocabulary=')
-    assert not (tmp_path / 'out').exists() and not (tmp_path / 'run/config.json').exists()
+    assert_refused(lambda: convert.convert_checkpoint(folder, tmp_path / 'out', 't5x'), "'<mark>'")
+    assert not (tmp_path / 'out').exists()
 
 
 def test_what_is_assumed_or_missing_is_said(tmp_path, caplog):
