@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from messages import Refused
 from randomness import permutation, random_bits
-from vocabulary import EOS_ID, PAD_ID, Vocabulary
+from vocabulary import PAD_ID, Vocabulary
 
-EOS = np.array([EOS_ID], np.int32)
 DROPPED = -1  # replaces the id of a token that is left out
 MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # a longer document gives one chunk of this length, as in T5
@@ -66,6 +65,7 @@ class TextToText:
 
     def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         self.lengths = config.lengths
+        self.eos = np.array([vocabulary.eos_id], np.int32)
 
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
@@ -84,12 +84,12 @@ class TextToText:
 
     def with_ends(self, record: Mapping[str, NDArray]) -> Pair:
         """Return inputs, never empty, and targets, with EOS, before they are cut."""
-        inputs = np.concatenate([record['inputs'], EOS])
-        return inputs, np.concatenate([record['targets'], EOS])
+        inputs = np.concatenate([record['inputs'], self.eos])
+        return inputs, np.concatenate([record['targets'], self.eos])
 
     def cut(self, ids: NDArray, length: int) -> NDArray:
         """Return at most `length` ids, with EOS at the end."""
-        return ids if len(ids) <= length else np.concatenate([ids[: length - 1], EOS])
+        return ids if len(ids) <= length else np.concatenate([ids[: length - 1], self.eos])
 
 
 # Denoising: span corruption, and the base class of other objectives that corrupt text.
@@ -110,6 +110,7 @@ class Denoising:
     def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
         self.lengths = config.lengths
         self.vocabulary_size = vocabulary.size
+        self.eos = np.array([vocabulary.eos_id], np.int32)
         self.sentinel_ids = vocabulary.sentinel_ids
         self.noise_density = config.noise_density
         self.raw_length = self.lengths.inputs - 1  # ids that fill a row
@@ -132,7 +133,7 @@ class Denoising:
     ) -> list[Example]:
         documents = join_documents(names, records, *key)
         rows = split_tokens(self.text_ends(documents), itertools.repeat(self.raw_length))
-        return corrupt_rows(documents, rows, self.corrupt, self.lengths, *key)
+        return corrupt_rows(documents, rows, self.corrupt, self.lengths, self.eos, *key)
 
     def text_ends(self, documents: 'Documents') -> list[int]:
         """Return the ends of the texts to cut into rows: all documents joined, or each."""
@@ -185,6 +186,7 @@ def corrupt_rows(
     rows: NDArray,
     corrupt: Callable,
     lengths: ConfigDict,
+    eos: NDArray,
     *key: int | str,
 ) -> list[Example]:
     """Return the examples of rows, int [rows, 2]; `corrupt` takes all rows of one length at once."""
@@ -194,8 +196,8 @@ def corrupt_rows(
         equal_rows = rows[row_lengths == length]
         raw_ids = sliding_window_view(documents.ids, length)[equal_rows[:, 0]]
         inputs, targets = corrupt(raw_ids, *key)
-        all_inputs = append_eos_after_trim(inputs, lengths.inputs)
-        all_targets = append_eos_after_trim(targets, lengths.targets)
+        all_inputs = append_eos_after_trim(inputs, lengths.inputs, eos)
+        all_targets = append_eos_after_trim(targets, lengths.targets, eos)
         names = documents.names_of(equal_rows)
         is_trimmed = np.count_nonzero(targets != DROPPED, axis=1) >= lengths.targets
         for parts in zip(all_inputs, all_targets, names, is_trimmed.tolist(), strict=True):
@@ -230,9 +232,9 @@ def join_documents(
     names: Sequence[str],
     records: Sequence[Mapping[str, NDArray]],
     *key: int | str,
-    with_eos: bool = False,
+    eos: NDArray | None = None,
 ) -> Documents:
-    """Join the targets of the records that have any, each followed by EOS if asked.
+    """Join the targets of the records that have any, each followed by `eos`, if any.
 
     A long document gives one aligned chunk; all chunks, also the short last one, are equally likely.
     """
@@ -245,7 +247,7 @@ def join_documents(
             start = int(permutation(num_chunks, 'chunk', i, *key)[0]) * MAX_DOCUMENT_TOKENS
             chunk = chunk[start : start + MAX_DOCUMENT_TOKENS]
         if len(chunk):
-            chunks.append(np.append(chunk, EOS) if with_eos else chunk)
+            chunks.append(chunk if eos is None else np.append(chunk, eos))
             chunk_names.append(names[i])
     return Documents(
         ids=np.concatenate([np.zeros(0, np.int32), *chunks], dtype=np.int32),
@@ -267,9 +269,9 @@ def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> NDArray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def append_eos_after_trim(tokens: NDArray, length: int) -> list[NDArray]:
+def append_eos_after_trim(tokens: NDArray, length: int, eos: NDArray) -> list[NDArray]:
     """Return the ids of each row of [rows, n] that are not DROPPED, and EOS: at most `length` ids."""
-    with_eos = np.full((tokens.shape[0], tokens.shape[1] + 1), EOS_ID, np.int32)
+    with_eos = np.full((tokens.shape[0], tokens.shape[1] + 1), eos, np.int32)
     with_eos[:, :-1] = tokens
     is_kept = with_eos != DROPPED
     sizes = np.count_nonzero(is_kept, axis=1)

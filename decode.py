@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import partition
 
-EOS_ID = 1
+EOS_ID = 1  # T5's
 MASKED = -1e7  # T5X's logit of a token never taken, and its score of a missing sequence
 MISSING = MASKED / 100  # beams score less if they are missing: the brevity penalty divides MASKED
 MIN_TEMPERATURE = 1e-4  # up to here the most likely token is taken
@@ -122,6 +122,7 @@ def decode(
     step: 'Step[Cache]',
     cache: 'Cache',
     batch: Mapping[str, jax.Array],
+    eos_id: int = EOS_ID,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; None for the scores of samples without `return_scores`.
 
@@ -131,7 +132,7 @@ def decode(
     """
     num_decodes = decoding.num_decodes
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
-    filters = filters_of(decoding, rows)
+    filters = filters_of(decoding, rows, eos_id)
     if decoding.beam_size > 1:
         tokens_bnT, scores_bn = beam_search(
             step,
@@ -141,6 +142,7 @@ def decode(
             batch['lengths_b'],
             num_beams=num_decodes,
             alpha=decoding.alpha,
+            eos_id=eos_id,
             grow=grow_cache,
             filters=filters,
         )
@@ -158,6 +160,7 @@ def decode(
             rows['prompt_bT'],
             rows['lengths_b'],
             choose,
+            eos_id=eos_id,
             grow=grow_cache,
             filters=filters,
         )
@@ -463,7 +466,7 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
 # Filters: transformers' LogitsProcessors. `filtered` has the shapes.
 
 
-def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array]) -> list[Filter]:
+def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array], eos_id: int) -> list[Filter]:
     """Return the filters in transformers' order, then the user's own, and stop texts last."""
     num_given_r = 1 + (rows['prompt_bT'] > 0).sum(axis=1)  # with BOS
     found: list[Filter] = []
@@ -474,12 +477,12 @@ def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array]) -> list[Filter
     if decoding.bad_words:
         found.append(partial(forbid_words, rows['bad_words_bnW']))
     if decoding.min_length:
-        found.append(partial(forbid_early_end, decoding.min_length + num_given_r))
+        found.append(partial(forbid_early_end, eos_id, decoding.min_length + num_given_r))
     if decoding.allowed:
-        found.append(partial(allow_only, rows['allowed_bnA']))
+        found.append(partial(allow_only, eos_id, rows['allowed_bnA']))
     found += decoding.filters
     if decoding.stop:
-        found.append(partial(end_after, rows['stop_bnW'], num_given_r))
+        found.append(partial(end_after, eos_id, rows['stop_bnW'], num_given_r))
     return found
 
 
@@ -520,10 +523,10 @@ def forbid_repeated_ngrams(size, logits_rv, tokens_rT, ids_v):
     return forbid(logits_rv, jnp.where(is_repeated_rT, last_rT, -1), ids_v)
 
 
-def forbid_early_end(min_length_r, logits_rv, tokens_rT, ids_v):
+def forbid_early_end(eos_id, min_length_r, logits_rv, tokens_rT, ids_v):
     """Forbid EOS before `min_length` tokens, BOS and prompt included."""
     is_early_r = (tokens_rT >= 0).sum(axis=1) < min_length_r
-    return forbid(logits_rv, jnp.where(is_early_r, EOS_ID, -1)[:, None], ids_v)
+    return forbid(logits_rv, jnp.where(is_early_r, eos_id, -1)[:, None], ids_v)
 
 
 def forbid_words(words_rnW, logits_rv, tokens_rT, ids_v):
@@ -532,7 +535,7 @@ def forbid_words(words_rnW, logits_rv, tokens_rT, ids_v):
     return forbid(logits_rv, jnp.where(follows_rn, words_rnW[:, :, -1], -1), ids_v)
 
 
-def allow_only(answers_rnA, logits_rv, tokens_rT, ids_v):
+def allow_only(eos_id, answers_rnA, logits_rv, tokens_rT, ids_v):
     """Forbid tokens that continue none of the answers; if nothing continues one, allow EOS alone."""
     length = answers_rnA.shape[2]
     decoded_r1A = tokens_rT[:, None, 1 : 1 + length]
@@ -540,15 +543,15 @@ def allow_only(answers_rnA, logits_rv, tokens_rT, ids_v):
     position_r11 = jnp.clip((tokens_rT >= 0).sum(axis=1) - 1, max=length - 1)[:, None, None]
     next_rn = jnp.take_along_axis(answers_rnA, position_r11, axis=2)[..., 0]
     next_rn = jnp.where(begins_rn, next_rn, -1)
-    next_rn = jnp.where((next_rn < 0).all(axis=1, keepdims=True), EOS_ID, next_rn)
+    next_rn = jnp.where((next_rn < 0).all(axis=1, keepdims=True), eos_id, next_rn)
     return jnp.where(among(next_rn, ids_v), logits_rv, -jnp.inf)
 
 
-def end_after(words_rnW, num_given_r, logits_rv, tokens_rT, ids_v):
+def end_after(eos_id, words_rnW, num_given_r, logits_rv, tokens_rT, ids_v):
     """Allow EOS alone after one of the words, but not within the first `num_given` tokens, BOS and prompt."""
     is_answer_r = (tokens_rT >= 0).sum(axis=1) > num_given_r
     has_ended_r1 = (is_answer_r & ends_with(tokens_rT, words_rnW).any(axis=1))[:, None]
-    only_eos_1v = jnp.where(ids_v == EOS_ID, 0.0, -jnp.inf)[None]
+    only_eos_1v = jnp.where(ids_v == eos_id, 0.0, -jnp.inf)[None]
     return jnp.where(has_ended_r1, only_eos_1v, logits_rv)
 
 

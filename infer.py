@@ -33,7 +33,7 @@ from decode import Decoding
 from messages import Refused
 from model import T5Config
 from paths import AnyPath
-from vocabulary import EOS_ID, UNK_ID, Vocabulary
+from vocabulary import EOS_ID, PAD_ID, UNK_ID, Vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -136,6 +136,7 @@ class T5:
         self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
         self.vocabulary = vocabulary
+        self.eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
         self.max_input_length = MAX_INPUT_LENGTH
         self._process = os.getpid()
         self._arrays = arrays
@@ -247,8 +248,9 @@ class T5:
         if self.vocabulary is not None:
             texts = _one_or_all([answer.texts for answer in found], num_return)
         without_eos: list[list[list[int]]] = []
+        ends = (PAD_ID, self.eos_id)
         for answer in found:
-            without_eos.append([[i for i in ids if i > EOS_ID] for ids in answer.tokens])
+            without_eos.append([[i for i in ids if i not in ends] for ids in answer.tokens])
         tokens = _one_or_all(without_eos, num_return)
         if return_scores:
             scores_bn = np.full((len(found), num_return), -np.inf, np.float32)
@@ -300,14 +302,14 @@ class T5:
             if len(ids) > self.max_input_length and not trim:
                 limit = f'max_input_length={self.max_input_length}'
                 raise Refused(f'inputs[{i}] has {len(ids)} tokens, above {limit}: use trim=True')
-        return [np.append(ids[:-1][: self.max_input_length - 1], EOS_ID) for ids in encoded]
+        return [np.append(ids[:-1][: self.max_input_length - 1], self.eos_id) for ids in encoded]
 
     def _ids(self, name: str, examples: Inputs | Prompts, is_prompt: bool = False) -> list[NDArray]:
         """Return the ids of each example; a prompt gets no EOS and may be empty."""
         if _are_texts(examples):
             texts = list(map(str, examples))
             ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
-            end = [] if is_prompt else [EOS_ID]
+            end = [] if is_prompt else [self.eos_id]
             examples = [[*x, *end] for x in _encode(self.vocabulary, texts)]
         if isinstance(examples, str) or not len(examples):
             raise Refused(f'{name}={_shortened(examples)}: must be a list of texts or of ids')
@@ -481,7 +483,7 @@ def answer_batch(
         t5._decoding_arrays = {**arrays, **kernels.for_decoding(t5.mesh, arrays, dtypes)}
     program = decoding.program
     if program not in t5._generators:
-        answers = functools.partial(_answers, program)
+        answers = functools.partial(_answers, program, t5.eos_id)
         t5._generators[program] = t5._compile(answers, t5._decoding_arrays)
     placed = partition.place_batch(t5.mesh, batch)
     found = t5._generators[program](t5._decoding_arrays, placed)
@@ -574,7 +576,7 @@ def _encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 
 
 def _answers(
-    decoding: Decoding, config: T5Config, params: Parameters, batch: Batch
+    decoding: Decoding, eos_id: int, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
     def start() -> decode.Cache:
         has_beams = decoding.beam_size > 1
@@ -583,7 +585,7 @@ def _answers(
     def step(tokens_r: jax.Array, cache: decode.Cache) -> tuple[jax.Array, decode.Cache]:
         return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
 
-    return decode.decode(decoding, step, model.apply(start, params), batch)
+    return decode.decode(decoding, step, model.apply(start, params), batch, eos_id)
 
 
 # The options of decoding.
@@ -621,11 +623,13 @@ def words_of(
         is_list = isinstance(ids, tuple | list) and all(isinstance(i, int) for i in ids)
         if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
             raise Refused(f'{name}={text!r}: must be text or ids, 1 to {vocab_size - 1}')
-        if isinstance(text, str) and UNK_ID in ids and not may_be_unknown:
-            lacking = [x for x in dict.fromkeys(text) if UNK_ID in _encode(vocabulary, [x])[0]]
+        if isinstance(text, str) and unk_id in ids and not may_be_unknown:
+            lacking = [x for x in dict.fromkeys(text) if unk_id in _encode(vocabulary, [x])[0]]
             raise Refused(f'{name}={text!r}: the vocabulary lacks {lacking}: use another text')
         return [*ids]
 
+    eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
+    unk_id = getattr(vocabulary, 'unk_id', UNK_ID)
     bad_words = [ids_of(f'bad_words[{i}]', text) for i, text in enumerate(decoding.bad_words)]
     stop = []
     for i, text in enumerate(decoding.stop):
@@ -645,7 +649,7 @@ def words_of(
             texts = (texts,)
         rows = []
         for k, text in enumerate(texts):
-            rows.append([*ids_of(f'{name}[{k}]', text), EOS_ID])
+            rows.append([*ids_of(f'{name}[{k}]', text), eos_id])
             if len(rows[k]) > decoding.max_length:
                 raise Refused(f'{name}[{k}]={text!r}: set max_length={len(rows[k])} or more')
         allowed.append(rows)

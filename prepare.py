@@ -28,6 +28,7 @@ import train
 import validation
 from configs import check as settings
 from formats import best, own_model, own_options, t5x
+from formats.vocabulary import kept_files
 from messages import Refused, first_ten
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, workdir
@@ -272,14 +273,13 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         config_json = json.dumps(resolved, indent=1).encode()
         if jax.process_index() == 0:
             paths.replace_file(folder / 'config.json', config_json)
-            if vocabulary.model:
-                paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
+            for name, content in kept_files(vocabulary).items():
+                paths.replace_file(folder / name, content)
             shapes = state_names.to_t5x(*spec.state_shapes)
             info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
             paths.replace_file(folder / 'model-info.txt', info.encode())
         files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
-        if vocabulary.model:
-            files['vocabulary.model'] = vocabulary.model
+        files |= kept_files(vocabulary)
         base = model.without_adapters(spec.model_config)
         merge = functools.partial(model.merge_adapters, spec.model_config)
         base_params = jax.eval_shape(merge, spec.state_shapes.params)

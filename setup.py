@@ -33,6 +33,7 @@ setup(
         'tensorboard>=2.18',
         'tensorflow-datasets>=4.9.10',  # older ones do not open a data set with protobuf 7
         'tensorstore>=0.1.77',  # the first that maps files into memory
+        'tokenizers>=0.22',  # transformers' ids of a tokenizer.json; 4.57 needs 0.22, as 5 does
         'tqdm>=4.66',
     ],
     extras_require={

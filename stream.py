@@ -32,7 +32,7 @@ from sources import (
     names_of_values,
     weight_at,
 )
-from vocabulary import EOS_ID, Vocabulary
+from vocabulary import Vocabulary
 
 # A lane packs a window at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
 ROWS_PER_WINDOW = 64
@@ -452,7 +452,7 @@ class TokenizedTask:
             for record in records:
                 cached = {name: record.fields[name] for name in self.objective.features}
                 for name, x in cached.items():
-                    if x.size and x[-1] == EOS_ID:
+                    if x.size and x[-1] == self.vocabulary.eos_id:
                         cached[name] = x[:-1]
                 joined = np.concatenate(list(cached.values()))
                 if joined.min(initial=0) >= 0 and joined.max(initial=0) < self.vocabulary.size:

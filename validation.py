@@ -24,7 +24,7 @@ import model
 import partition
 from model import T5Config
 from stream import Stream
-from vocabulary import EOS_ID
+from vocabulary import PAD_ID
 
 # The sums of loss.weighted_sums that `summarize` knows.
 T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
@@ -46,7 +46,7 @@ class Evaluation:
     title: str  # in its line on the terminal
     held_out: Stream | None  # None after its batches are read
     vocabulary_size: int
-    sentinel_ids: tuple[int, ...]
+    not_text: tuple[int, ...]  # ids of padding, EOS and sentinels
     compute_sums: Callable
     training_counts: Callable[[], NDArray]  # per token, in this process's targets
     report: Callable[[str, Mapping[str, float]], None]  # (step and title, values)
@@ -115,9 +115,9 @@ class Evaluation:
             np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
         training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)
         ids = np.arange(len(training_counts))
-        is_text = (ids > EOS_ID) & (ids < self.vocabulary_size) & ~np.isin(ids, self.sentinel_ids)
+        is_text = (ids < self.vocabulary_size) & ~np.isin(ids, self.not_text)
         baselines = {}
-        for name, tokens in (('text', is_text), ('target', ids >= EOS_ID)):
+        for name, tokens in (('text', is_text), ('target', ids > PAD_ID)):
             counts = validation_counts[tokens]
             q = training_counts[tokens] + 1
             nats = -(counts * np.log(q / q.sum())).sum()
@@ -135,11 +135,12 @@ def open_evaluations(
     report: Callable[[str, Mapping[str, float]], None],
 ) -> list[Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
+    not_text = (PAD_ID, held_out.vocabulary.eos_id, *held_out.sentinel_ids)
     compute_sums = make_sums(
         config=model_config,
         mesh=mesh,
         loss_config=FrozenConfigDict(config.loss),
-        sentinel_ids=held_out.sentinel_ids,
+        not_text=not_text,
         num_microbatches=num_microbatches,
     )
 
@@ -165,7 +166,7 @@ def open_evaluations(
             title=f', {name}' if len(streams) > 1 else '',
             held_out=stream,
             vocabulary_size=held_out.vocabulary.size,
-            sentinel_ids=held_out.sentinel_ids,
+            not_text=not_text,
             compute_sums=compute_sums,
             training_counts=training_counts,
             report=report,
@@ -178,7 +179,7 @@ def make_sums(
     config: T5Config,
     mesh: Mesh,
     loss_config: FrozenConfigDict,
-    sentinel_ids: tuple[int, ...],
+    not_text: tuple[int, ...],
     num_microbatches: int,
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
     """Return a compiled function (params, batch) -> sums of the global batch: loss.weighted_sums, add_aux, nats."""
@@ -202,11 +203,10 @@ def make_sums(
                 label_smoothing=loss_config.label_smoothing,
             )
             sums = loss.add_aux(sums, aux, coefficients, num_rows)
-            # Nats without z-loss and smoothing. Text excludes sentinels, EOS and padding.
+            # Nats without z-loss and smoothing.
             targets_bT = batch['decoder_target_tokens']
             nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
-            is_sentinel_bT = jnp.isin(targets_bT, jnp.array(sentinel_ids, jnp.int32))
-            text_bT = (targets_bT > EOS_ID) & ~is_sentinel_bT
+            text_bT = ~jnp.isin(targets_bT, jnp.array(not_text, jnp.int32))
             sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
             sums['text_nats'] = (nats_bT * text_bT).sum()
             sums['text_tokens'] = text_bT.sum()

@@ -18,8 +18,8 @@ from configs import check as settings
 from messages import Refused
 from randomness import digest
 
-PAD_ID = 0
-EOS_ID = 1
+PAD_ID = 0  # of all vocabularies; the decoder starts from it
+EOS_ID = 1  # T5's
 UNK_ID = 2
 SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
 DEFAULT_EXTRA_IDS = 100  # T5's
@@ -32,9 +32,12 @@ class Vocabulary(abc.ABC):
     size: int
     pieces: list[str]  # by id
     num_extra_ids: int
+    added_tokens: dict[str, int]  # of transformers and data.added_tokens; bytes have none
+    eos_id = EOS_ID
+    unk_id = UNK_ID  # -1 for none
     sentinel_ids: NDArray  # int32: the id of <extra_id_N> at N
-    model = b''  # SentencePiece's, as it was found or trained
-    num_threads = -1  # for SentencePiece's encoding; -1: all cores
+    model = b''  # its file as a run keeps it: SentencePiece's, or a tokenizer.json
+    num_threads = -1  # for encoding; -1: all cores
 
     @property
     def num_sentinels(self) -> int:
@@ -64,6 +67,9 @@ class Vocabulary(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text before the first EOS; an id without a token is left out or unknown."""
 
+    def before_eos(self, ids: Iterable[int]) -> Iterator[int]:
+        return itertools.takewhile(lambda i: i != self.eos_id, map(int, ids))
+
 
 class ByteVocabulary(Vocabulary):
     """Byte b of the UTF-8 text is id b + 3 (ByT5). Without extra ids, the sentinels are the top, non-ASCII bytes."""
@@ -80,7 +86,7 @@ class ByteVocabulary(Vocabulary):
         return [np.frombuffer(text.encode(), np.uint8) + np.int32(3) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        text_bytes = bytes(i - 3 for i in before_eos(ids) if 3 <= i < 259)
+        text_bytes = bytes(i - 3 for i in self.before_eos(ids) if 3 <= i < 259)
         return text_bytes.decode(errors='ignore')
 
 
@@ -94,8 +100,6 @@ class SentencePieceVocabulary(Vocabulary):
     transformers. The model's `added_settings` list them: pieces, or tokens that follow all pieces.
     """
 
-    before_added = '▁'  # precedes an added token in a text
-
     def __init__(self, model: bytes, extra_ids: int = DEFAULT_EXTRA_IDS):
         settings.check_value('data.extra_ids', extra_ids)
         try:
@@ -103,24 +107,29 @@ class SentencePieceVocabulary(Vocabulary):
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
             raise Refused(f'no SentencePiece model ({error})') from None
-        special_ids = (processor.pad_id(), processor.eos_id(), processor.unk_id())
-        if special_ids != (PAD_ID, EOS_ID, UNK_ID):
-            remedy = 'use spm_train --pad_id=0 --eos_id=1 --unk_id=2 --bos_id=-1'
-            raise Refused(f'pad, eos, unk are {special_ids}, not (0, 1, 2): {remedy}')
+        self.eos_id = processor.eos_id()
+        self.unk_id = processor.unk_id()
+        pads = processor.is_control(PAD_ID) or processor.is_unknown(PAD_ID)
+        if not pads or self.eos_id <= PAD_ID:
+            raise Refused(
+                f'eos is {self.eos_id}, and id 0 must pad: use spm_train --pad_id=0 --eos_id=1 --unk_id=2 --bos_id=-1'
+            )
         pieces = processor.id_to_piece(list(range(processor.vocab_size())))
-        self.sentinel_ids = sentinel_ids_of(pieces)
         proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-        if self.num_sentinels == 0:
+        if len(sentinel_ids_of(pieces)) == 0:
             for i in reversed(range(extra_ids)):
                 added = f'▁<extra_id_{i}>'
                 # SentencePiece never cuts a text across a piece of this type.
                 proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
                 pieces.append(added)
-        self.added_tokens: dict[str, int] = {}
-        for token in added_settings(model).get('added_tokens', []):
+        self.added_tokens = {}
+        content = added_settings(model)
+        if 'model' in content:
+            raise Refused('version 0.2 made it of a tokenizer.json: put that file in its place')
+        for token in content.get('added_tokens', []):
             self.added_tokens[token['content']] = token['id']
             if token['id'] == len(pieces):
-                name = f'{self.before_added}{token["content"]}'
+                name = f'▁{token["content"]}'
                 name = token['content'] if name in pieces else name
                 # SentencePiece itself never finds a piece of this type.
                 proto.pieces.add(piece=name, type=proto.SentencePiece.UNUSED)
@@ -128,7 +137,7 @@ class SentencePieceVocabulary(Vocabulary):
         self._added = longest_of(self.added_tokens)
         if len(pieces) > processor.vocab_size():
             processor.load_from_serialized_proto(proto.SerializeToString())
-            self.sentinel_ids = sentinel_ids_of(pieces)
+        self.sentinel_ids = sentinel_ids_of(pieces)
         self.num_extra_ids = self.num_sentinels
         self.model = model
         self.pieces = pieces
@@ -173,7 +182,8 @@ class SentencePieceVocabulary(Vocabulary):
         return parts
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._processor.decode([i if i < self.size else UNK_ID for i in before_eos(ids)])
+        ids = self.before_eos(ids)
+        return self._processor.decode([i if i < self.size else self.unk_id for i in ids])
 
 
 def added_settings(model: bytes) -> dict:
@@ -213,7 +223,3 @@ def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
                 f'<extra_id_{number}> without <extra_id_{expected}>: number them from 0, each once'
             )
     return np.array([i for _, i in found], np.int32)
-
-
-def before_eos(ids: Iterable[int]) -> Iterator[int]:
-    return itertools.takewhile(lambda i: i != EOS_ID, map(int, ids))

@@ -21,7 +21,7 @@ import safetensors.numpy
 
 import model
 import paths
-from formats import default_ids, own_model, own_options
+from formats import own_model, own_options
 from formats.names import NAMES, inverse, names_of, translate
 from messages import Refused, first_ten, named
 
@@ -54,12 +54,12 @@ SIZES = {
     'd_kv': 'head_dim',
     'd_ff': 'mlp_dim',
 }
-# config.json: settings that model.py and data.py support with one value only.
+# config.json: settings that model.py and data.py support with one value only. Padding is never read, whatever its id.
 FIXED_SETTINGS = {
     'layer_norm_epsilon': 1e-6,
     'relative_attention_num_buckets': 32,
     'relative_attention_max_distance': 128,
-    **default_ids.T5_IDS,
+    'decoder_start_token_id': 0,
 }
 
 # Arguments of its `generate`, and what `infer.T5.generate` has instead.
@@ -99,6 +99,9 @@ OURS_OF_GENERATION = {
     **dict.fromkeys(('num_beams', 'num_beam_groups', 'num_return_sequences', 'guidance_scale'), 1),
     **dict.fromkeys(('repetition_penalty', 'encoder_repetition_penalty', 'top_p', 'typical_p'), 1),
     'length_penalty': None,
+    'pad_token_id': 0,  # these three unless config.json has others
+    'eos_token_id': 1,
+    'decoder_start_token_id': 0,
 }
 
 
@@ -205,7 +208,6 @@ class SafetensorsEntry(NamedTuple):
     transposed: bool = False
     experts: tuple['SafetensorsEntry', ...] = ()  # the matrices of [experts, ...]
     scale: 'SafetensorsEntry | None' = None  # a factor of its values, or of its rows in the file
-    first_rows: tuple[int, ...] = ()  # in the file, in the order in which they are read
 
     def read(self) -> np.ndarray:
         """Return the array in its `dtype`, with its shape in our tree."""
@@ -225,8 +227,6 @@ class SafetensorsEntry(NamedTuple):
                 x = file.get_tensor(self.name)
         if self.scale is not None:
             x = x.astype(np.float32) * self.scale.read()
-        if self.first_rows:
-            x = np.concatenate([x[list(self.first_rows)], x[len(self.first_rows) :]])
         if self.transposed:
             return transpose(x)
         return x
@@ -315,23 +315,14 @@ def read_index(
             if not name.startswith('decoder.') and name != LM_HEAD:
                 entries[name] = entry
         arrays = StoredArrays(entries, has_own_lm_head=False)
-    first_rows = {}
-    token_ids = {name: settings.get(name) or id for name, id in default_ids.T5_IDS.items()}
     with named(str(config_file)):
-        if default_ids.has_default_ids(settings):
-            is_tied = arrays.has_decoder and not arrays.has_own_lm_head
-            first_rows[TOKEN_TABLE] = default_ids.rows_of_tokens(settings, is_tied)
-            first_rows[LM_HEAD] = default_ids.ROWS_OF_LOGITS
-            settings = {**settings, **default_ids.T5_IDS}
         config = _config(settings, arrays)
     notes = []
     if config.num_decoder_layers:
-        notes += _notes_of_generation(folder, token_ids)
+        notes += _notes_of_generation(folder, settings)
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
-    for name in first_rows.keys() & stored.keys():
-        stored[name] = stored[name]._replace(first_rows=first_rows[name])
     targets = _by_path(folder, stored, parameter_names(config))
     if paths.is_file(folder / '2_Dense' / 'config.json'):
         notes.append(
@@ -372,7 +363,7 @@ def _by_path(
     return by_path
 
 
-def _notes_of_generation(folder: Path, token_ids: Mapping[str, int]) -> list[str]:
+def _notes_of_generation(folder: Path, config: Mapping) -> list[str]:
     """Name the settings of generation_config.json that give other answers than our defaults."""
     file = folder / 'generation_config.json'
     if not paths.is_file(file):
@@ -392,7 +383,9 @@ def _notes_of_generation(folder: Path, token_ids: Mapping[str, int]) -> list[str
         ignored.add('max_length')
     differences = []
     for name, value in settings.items():
-        ours = {**OURS_OF_GENERATION, **token_ids}.get(name, False)
+        ours = OURS_OF_GENERATION.get(name, False)
+        if name.endswith('_token_id'):
+            ours = config.get(name) or ours
         is_same = value in (None, [], {}, ours, [ours])
         if not (is_same or name in ignored or re.fullmatch(NOT_OF_ANSWERS, name)):
             remedy = ARGUMENTS_OF_GENERATE.get(name, 'not supported')

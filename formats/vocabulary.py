@@ -3,20 +3,19 @@
 `vocabulary.py` says what a vocabulary is. Imports no jax.
 """
 
-import contextlib
 import itertools
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
+from absl import logging
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
-from formats import default_ids, tokenizer_json
-from formats.tokenizer_json import TokenizerVocabulary
+from formats import tokenizer_json
+from formats.tokenizer_json import T5_TOKENIZER, TokenizerVocabulary
 from messages import Refused, first_ten, named
 from paths import AnyPath
 from vocabulary import (
@@ -119,30 +118,47 @@ def folders_of(folder: AnyPath) -> list[AnyPath]:
     return [folder]
 
 
-def of_model(model: bytes, extra_ids: int) -> SentencePieceVocabulary:
-    """Return the vocabulary of a SentencePiece model, or of one that was made of a tokenizer.json."""
-    with contextlib.suppress(DecodeError):  # SentencePiece refuses a damaged one with a message
-        if 'model' in added_settings(model):
-            return TokenizerVocabulary(model)
+def kept_files(vocabulary: Vocabulary | None) -> dict[str, bytes]:
+    """Return the file of a vocabulary in a run, {name: content}; {} for bytes."""
+    if vocabulary is None or not vocabulary.model:
+        return {}
+    name = 'tokenizer.json' if vocabulary.model.startswith(b'{') else 'vocabulary.model'
+    return {name: vocabulary.model}
+
+
+def kept_file(folder: AnyPath) -> AnyPath | None:
+    """Return the file that `kept_files` names in the folder of a run or checkpoint, else None."""
+    for name in ('vocabulary.model', 'tokenizer.json'):
+        if paths.is_file(folder / name):
+            return folder / name
+    return None
+
+
+def of_model(model: bytes, extra_ids: int) -> Vocabulary:
+    """Return the vocabulary of `Vocabulary.model`."""
+    if model.startswith(b'{'):
+        return TokenizerVocabulary(json.loads(model))
     return SentencePieceVocabulary(model, extra_ids)
 
 
-def read_model(file: AnyPath, extra_ids: int, remedy: str) -> SentencePieceVocabulary:
+def read_model(file: AnyPath, extra_ids: int, remedy: str) -> Vocabulary:
     """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`.
 
     Tokens that transformers has added to a folder, and whose ids it lists, are in it.
     """
     try:
         if file.name == 'tokenizer.json':
-            return tokenizer_json.read_tokenizer(file)
-        content = file.read_bytes()
-        if default_ids.is_folder(file.parent):
-            content = default_ids.in_t5_order(content)
-        found = of_model(content, extra_ids)
-        missing, _ = listed_tokens(file.parent, found)
-        ids = [i for _, i in missing]
-        if ids and ids == list(range(found.size, found.size + len(ids))):
-            found = of_model(with_added_tokens(content, missing), extra_ids)
+            found: Vocabulary = tokenizer_json.read_tokenizer(file)
+        else:
+            found = of_model(file.read_bytes(), extra_ids)
+            missing, _ = listed_tokens(file.parent, found)
+            ids = [i for _, i in missing]
+            if ids and ids == list(range(found.size, found.size + len(ids))):
+                found = with_added_tokens(found, missing, extra_ids)
+        if found.unk_id == PAD_ID and '<0x00>' not in found.pieces:
+            logging.warning(
+                '%s: unknown is id 0, which pads: unknown characters are not read', file
+            )
         return found
     except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
         raise Refused(f'{file}: {error}: {remedy}') from error
@@ -173,8 +189,15 @@ def changed_id(old: Vocabulary, new: Vocabulary) -> str:
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise Refused for tokens that transformers lists for a checkpoint and `vocabulary` lacks."""
+    """Raise Refused for tokens that transformers lists for a checkpoint and `vocabulary` lacks, and for another EOS."""
+    eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
     for folder in folders_of(checkpoint):
+        file = folder / 'config.json'
+        stored = paths.read_json(file).get('eos_token_id') if paths.is_file(file) else None
+        if stored not in (None, eos_id):
+            raise Refused(
+                f'{file}: eos_token_id={stored}, and {eos_id} in the vocabulary: use its own'
+            )
         missing, files = listed_tokens(folder, vocabulary)
         if missing:
             names = first_ten(sorted({repr(name) for name, _ in missing}))
@@ -189,8 +212,7 @@ def listed_tokens(
     """Return the tokens that transformers lists in a folder and `vocabulary` lacks, and the names of its files.
 
     The tokens have their ids, where transformers has them, and are sorted by id.
-    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X. Without a
-    SentencePiece model the pieces are those of tokenizer.json.
+    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X.
     """
     files = []
     tokens: list[tuple[str, int | None]] = []
@@ -209,8 +231,8 @@ def listed_tokens(
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise Refused(f'{file} lists no tokens ({error!r}): copy it again') from error
     sentinel_ids: dict[str, int] = {}
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    if isinstance(vocabulary, SentencePieceVocabulary):
+    ids: dict[str, int] = {}
+    if vocabulary is not None and vocabulary.model:
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
         tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
         ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
@@ -230,15 +252,19 @@ def listed_tokens(
     return sorted(missing.items(), key=lambda token: (token[1] or 0, token[0])), files
 
 
-def with_added_tokens(model: bytes, tokens: Sequence[tuple[str, int | None]]) -> bytes:
-    """Return a SentencePiece model with tokens at their ids, which are pieces of it or follow them."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
-    content = added_settings(model)
+def with_added_tokens(
+    vocabulary: Vocabulary, tokens: Sequence[tuple[str, int | None]], extra_ids: int
+) -> Vocabulary:
+    """Return a vocabulary with tokens at their ids, which are pieces of it or follow them."""
+    if isinstance(vocabulary, TokenizerVocabulary):
+        return vocabulary.with_tokens(tokens)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
+    content = added_settings(vocabulary.model)
     added = content.get('added_tokens', [])
     added += [{'id': i, 'content': name} for name, i in tokens]
     content['added_tokens'] = sorted(added, key=lambda token: token['id'])
     proto.normalizer_spec.normalization_rule_tsv = json.dumps(content)
-    return proto.SerializeToString()
+    return of_model(proto.SerializeToString(), extra_ids)
 
 
 def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
@@ -262,7 +288,7 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
                 tokens.append((line.rstrip(), f'data.added_tokens, line {number} of {entry},'))
     if not tokens:
         return vocabulary
-    if not isinstance(vocabulary, SentencePieceVocabulary):
+    if not vocabulary.model:
         raise Refused(f'data.added_tokens={tuple(entries)} with bytes: name a SentencePiece model')
     ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
     next_id = vocabulary.size
@@ -276,24 +302,26 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
             next_id += token not in ids
     if not added:
         return vocabulary
-    model = with_added_tokens(vocabulary.model, list(added.items()))
-    return of_model(model, vocabulary.num_extra_ids)
+    return with_added_tokens(vocabulary, list(added.items()), vocabulary.num_extra_ids)
 
 
 def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
     """Return the files of a vocabulary, {name: content}, with which transformers gives its ids."""
-    if not isinstance(vocabulary, SentencePieceVocabulary):
+    if vocabulary is None or not vocabulary.model:
         return {}
-    config: dict = {'tokenizer_class': 'T5Tokenizer'}
-    for i, name in ((PAD_ID, 'pad_token'), (EOS_ID, 'eos_token'), (UNK_ID, 'unk_token')):
-        config[name] = vocabulary.pieces[i]
+    config: dict = {'tokenizer_class': T5_TOKENIZER}
+    ids = (PAD_ID, vocabulary.eos_id, vocabulary.unk_id)
+    for name, i in zip(('pad_token', 'eos_token', 'unk_token'), ids, strict=True):
+        if i >= 0:
+            config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
-        config['tokenizer_class'] = (
-            vocabulary.content['tokenizer_class'] or 'PreTrainedTokenizerFast'
-        )
+        content = json.loads(vocabulary.model)
+        content.pop('eos_token', None)  # ours
+        if content | tokenizer_json.t5_steps(content) != content:
+            config['tokenizer_class'] = 'PreTrainedTokenizerFast'
         names = [f'<extra_id_{i}>' for i in range(vocabulary.num_sentinels)]
         config['extra_ids'] = len(vocabulary.added_tokens.keys() & names)
-        files = {'tokenizer.json': tokenizer_json.written(vocabulary)}
+        files = {'tokenizer.json': json.dumps(content, ensure_ascii=False).encode()}
     else:
         proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
         has_own_sentinels = len(sentinel_ids_of([piece.piece for piece in proto.pieces])) > 0

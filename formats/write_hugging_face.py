@@ -16,7 +16,7 @@ from formats import hugging_face, own_options, peft
 from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
-from vocabulary import Vocabulary
+from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
 
 def write(
@@ -32,6 +32,7 @@ def write(
     one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
+    settings['eos_token_id'] = getattr(vocabulary, 'eos_id', EOS_ID)
     names = names_of(config, arrays)
     files: list[list[str]] = [[]]  # the paths of each
     num_bytes = 0
@@ -147,6 +148,7 @@ def _settings(config: model.T5Config) -> dict:
         'is_gated_act': len(activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
+        'pad_token_id': PAD_ID,
         **hugging_face.FIXED_SETTINGS,
     }
 

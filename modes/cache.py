@@ -28,7 +28,7 @@ from ml_collections import ConfigDict
 import paths
 import tasks
 import tasks.open
-from formats.vocabulary import add_tokens, named_vocabulary
+from formats.vocabulary import add_tokens, kept_files, named_vocabulary
 from messages import Refused
 from modes import command_line, process
 from randomness import permutation
@@ -319,8 +319,8 @@ def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) ->
     file = folder / task_cache.ORIGIN
     if not file.exists():
         paths.replace_file(file, json.dumps(content, indent=2).encode())
-        if vocabulary.model:
-            paths.replace_file(folder / 'vocabulary.model', vocabulary.model)
+        for name, model in kept_files(vocabulary).items():
+            paths.replace_file(folder / name, model)
         return
     old = task_cache.read_json(file)
     changed = [name for name, value in content.items() if old.get(name) != value]

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import model
 import paths
 from configs.check import read_stored
 from formats import hugging_face, own_model, peft, write_hugging_face
-from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, stored_data
+from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, kept_files, stored_data
 from messages import Refused, first_ten
 from modes import process, topology
 from vocabulary import ByteVocabulary
@@ -51,17 +52,17 @@ def convert_checkpoint(
         _write_peft(target, opened)
         return target
     vocabulary = find_vocabulary(opened.directory)
-    vocabulary_model = vocabulary.model if vocabulary else b''
+    vocabulary_files = kept_files(vocabulary)
     if form == 'hf':
         parameters = checkpoint.parameters(opened.leaves)
         write_hugging_face.write(target, opened.config, parameters, vocabulary)
         written = target
     else:
-        written = _write_t5x(target, opened, vocabulary_model)
+        written = _write_t5x(target, opened, vocabulary_files)
     if opened.note:
         logging.warning(opened.note)
     is_in_config = form == 't5x' and isinstance(vocabulary, ByteVocabulary)
-    if not vocabulary_model and not is_in_config:
+    if not vocabulary_files and not is_in_config:
         logging.warning(
             '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '
             'or copy spiece.model into it',
@@ -102,16 +103,18 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
         )
 
 
-def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model: bytes) -> Path:
+def _write_t5x(
+    target: Path, opened: formats.open.OpenedModel, vocabulary_files: Mapping[str, bytes]
+) -> Path:
     """Write `target`/checkpoint_STEP, with the vocabulary in it, and beside it in a new folder."""
     tree: dict[str, checkpoint.Leaf] = {'state/step': np.array(0, np.int32), **opened.leaves}
     step = int(checkpoint.read_leaf(tree['state/step']))
     final = target / f'checkpoint_{step}'
-    run_vocabulary = target / 'vocabulary.model'
     files_there = sorted(target.iterdir()) if target.exists() else []
     for file in files_there:
         is_other_step = file != final and file.name.startswith('checkpoint_')
-        is_same_vocabulary = file == run_vocabulary and file.read_bytes() == vocabulary_model
+        model = vocabulary_files.get(file.name)
+        is_same_vocabulary = model is not None and file.read_bytes() == model
         if not is_other_step and not is_same_vocabulary:
             raise Refused(f'{file} exists: remove it or name another folder')
 
@@ -121,8 +124,7 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
         'data': {name: data_settings[name] for name in ('extra_ids', 'vocabulary')},
     }
     files = {'config.json': json.dumps(settings).encode(), **own_model.files_of(opened.config)}
-    if vocabulary_model:
-        files['vocabulary.model'] = vocabulary_model
+    files |= vocabulary_files
     with paths.unfinished(final) as unfinished:
         try:
             checkpoint.save(unfinished, step, tree, files)
@@ -133,7 +135,8 @@ def _write_t5x(target: Path, opened: formats.open.OpenedModel, vocabulary_model:
             if isinstance(cause, ValueError | OSError):
                 raise cause from None
             raise
-        if vocabulary_model and not files_there:  # other checkpoints must not find it
-            (unfinished / 'vocabulary.model').write_bytes(vocabulary_model)
-            (unfinished / 'vocabulary.model').rename(run_vocabulary)
+        if not files_there:  # other checkpoints must not find it
+            for name, content in vocabulary_files.items():
+                (unfinished / name).write_bytes(content)
+                (unfinished / name).rename(target / name)
     return final

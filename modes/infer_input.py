@@ -30,7 +30,7 @@ from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
 from tasks.names import look_up
-from vocabulary import EOS_ID, Vocabulary
+from vocabulary import Vocabulary
 
 STANDARD_INPUT = '-'
 
@@ -270,18 +270,17 @@ class FileExamples:
         return template.fill(values)
 
     def ended(self, name: str, ids: np.ndarray, where: str) -> np.ndarray:
-        return ended(f'the {name} {where}', ids, name, self.lengths[name], self.trim)
+        title = f'the {name} {where}'
+        return ended(title, [*ids, self.vocabulary.eos_id], name, self.lengths[name], self.trim)
 
 
-def ended(
-    title: str, ids: Sequence[int] | np.ndarray, name: str, length: int, trim: bool
-) -> np.ndarray:
-    """Return ids with EOS at their end. Those that are too long are cut if the user says so."""
-    if len(ids) >= length and not trim:
+def ended(title: str, ids: Sequence[int], name: str, length: int, trim: bool) -> np.ndarray:
+    """Return ids, int32, which end with EOS. Those that are too long are cut if the user says so."""
+    if len(ids) > length and not trim:
         raise Refused(
-            f'{title} have {len(ids) + 1} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
+            f'{title} have {len(ids)} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
         )
-    return np.append(ids[: length - 1], EOS_ID).astype(np.int32)
+    return np.array([*ids[:-1][: length - 1], ids[-1]], np.int32)
 
 
 def encode_text(
@@ -293,4 +292,4 @@ def encode_text(
     except UnicodeEncodeError:
         raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
     [ids] = vocabulary.encode([text], glued_sentinels=True)
-    return ended(f'the words of {title}', ids, 'inputs', length, trim)
+    return ended(f'the words of {title}', [*ids, vocabulary.eos_id], 'inputs', length, trim)

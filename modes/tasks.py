@@ -25,7 +25,7 @@ from tasks import t0, t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
 from tasks.preprocessors import Fields
-from vocabulary import EOS_ID, Vocabulary
+from vocabulary import Vocabulary
 
 WIDTH = 100
 
@@ -236,7 +236,7 @@ def examples_of(
                         [of_feature] = vocabulary.encode_as_arrays([value])
                     else:
                         of_feature = np.asarray(value)
-                    has_eos = of_feature.size and of_feature[-1] == EOS_ID
+                    has_eos = of_feature.size and of_feature[-1] == vocabulary.eos_id
                     ids[feature] = of_feature[:-1] if has_eos else of_feature
                 for made in objective.examples([record.name], [ids], 0):
                     lines.append(f'  ids of the inputs: {made.inputs.tolist()}')

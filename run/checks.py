@@ -32,6 +32,7 @@ NAMES = (
     'config.json',
     'model-info.txt',
     'vocabulary.model',
+    'tokenizer.json',
     'metrics.jsonl',
     'train',
     'training_eval',

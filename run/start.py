@@ -20,6 +20,7 @@ from formats.vocabulary import (
     changed_id,
     check_tokens,
     find_vocabulary,
+    kept_file,
     named_vocabulary,
     of_model,
     own_vocabulary,
@@ -68,8 +69,9 @@ def find_start(
     if not checks.is_own_config(directory / 'config.json'):
         raise Refused(f'{directory} was not saved by a run of this program: move it away')
     vocabulary_model = b''
-    if paths.is_file(directory / 'vocabulary.model'):
-        vocabulary_model = (directory / 'vocabulary.model').read_bytes()
+    kept = kept_file(directory)
+    if kept is not None:
+        vocabulary_model = kept.read_bytes()
     leaves = checkpoint.read_index(directory)
     base = {}
     opened = formats.open.open_base(directory, config.restore.path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import sentencepiece
 from ml_collections import ConfigDict
 
-from formats.vocabulary import add_tokens, named_vocabulary, of_model, read_model
+from formats.vocabulary import add_tokens, kept_file, named_vocabulary, of_model, read_model
 from messages import Refused
 from paths import AnyPath
 from sources import Share
@@ -24,18 +24,19 @@ def find_or_train_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a run, with `config.added_tokens`.
 
-    It is what `config.vocabulary` names, else the SentencePiece `model` of a restored checkpoint, else
-    workdir/vocabulary.model, else one trained on `texts`. Raises Refused if another model is in the workdir,
+    It is what `config.vocabulary` names, else the `model` of a restored checkpoint's vocabulary, else the one
+    kept in the workdir, else one trained on `texts`. Raises Refused if another one is in the workdir,
     and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
     """
-    kept = workdir / 'vocabulary.model'
+    kept = kept_file(workdir)
+    vocabulary: Vocabulary
     origin = f'data.vocabulary={config.vocabulary!r}'
     if config.vocabulary:
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     elif model:
         origin = 'the vocabulary of the checkpoint'
         vocabulary = of_model(model, config.extra_ids)
-    elif kept.exists():
+    elif kept is not None:
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
         vocabulary = read_model(kept, config.extra_ids, remedy)
     else:
@@ -44,7 +45,7 @@ def find_or_train_vocabulary(
     if config.added_tokens:
         vocabulary = add_tokens(vocabulary, config.added_tokens)
         origin += f' with data.added_tokens={tuple(config.added_tokens)}'
-    if vocabulary.model and kept.exists() and vocabulary.model != kept.read_bytes():
+    if vocabulary.model and kept is not None and vocabulary.model != kept.read_bytes():
         raise Refused(f'{kept} differs from {origin}: remove it, or change data.vocabulary')
     if vocabulary.size > max_size:
         enough = -(-vocabulary.size // 128) * 128

@@ -3,7 +3,7 @@
     lock               held by the process that uses the workdir
     config.json        the resolved settings; marks the folder as a run of this program
     model-info.txt     parameters and optimizer state: shapes and shardings
-    vocabulary.model   the SentencePiece model
+    vocabulary.model   the SentencePiece model, or tokenizer.json if the vocabulary is one
     metrics.jsonl      a line per logged step and per evaluation
     train/ ...         the same numbers as TensorBoard events
     inference_eval/    task metrics, and what they are computed from (results.py)

@@ -20,7 +20,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from data import (
     DROPPED,
-    EOS,
     MIN_LENGTH,
     Denoising,
     Example,
@@ -48,7 +47,7 @@ from tasks.denoising import (
     random_prefix_noise_mask,
     without_spans_after,
 )
-from vocabulary import UNK_ID, Vocabulary
+from vocabulary import Vocabulary
 
 # Noise that falls on each token alone, at data.noise_density.
 
@@ -268,13 +267,13 @@ class FullLm(Denoising):
     def examples(
         self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
     ) -> list[Example]:
-        documents = join_documents(names, records, *key, with_eos=True)
+        documents = join_documents(names, records, *key, eos=self.eos)
         rows = split_tokens(self.text_ends(documents), itertools.repeat(self.raw_length))
         splits = self.splits(rows, *key)
         examples = []
         for row, split, row_names in zip(rows, splits, documents.names_of(rows), strict=True):
             ids = documents.ids[row[0] : row[1]]
-            inputs = ids[:split] if split else EOS
+            inputs = ids[:split] if split else self.eos
             examples.append(Example(inputs, ids[split:], names=row_names))
         return examples
 
@@ -368,7 +367,7 @@ class Ul2(Denoising):
         longest_targets = 0
         for denoiser in DENOISERS:
             [mode] = vocabulary.encode_as_arrays([denoiser.mode])
-            if UNK_ID in mode:
+            if vocabulary.unk_id in mode:
                 raise Refused(f'data.vocabulary has not all characters of {denoiser.mode!r}')
             least = len(mode) + MIN_LENGTH  # a token, a sentinel and EOS
             if self.lengths.inputs < least:
@@ -397,7 +396,9 @@ class Ul2(Denoising):
         examples = []
         for i in range(len(DENOISERS)):
             corrupt = functools.partial(self.corrupt_as, i)
-            examples += corrupt_rows(documents, rows[draws == i], corrupt, self.lengths, *key)
+            examples += corrupt_rows(
+                documents, rows[draws == i], corrupt, self.lengths, self.eos, *key
+            )
         return examples
 
     def corrupt_as(self, i: int, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -417,8 +418,8 @@ class PromptedTextToText(TextToText):
     """
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
-        inputs = record['inputs'] if len(record['inputs']) else EOS
-        return inputs, np.append(record['targets'], EOS)
+        inputs = record['inputs'] if len(record['inputs']) else self.eos
+        return inputs, np.append(record['targets'], self.eos)
 
     def cut(self, ids: np.ndarray, length: int) -> np.ndarray:
         return ids[:length]
@@ -443,8 +444,8 @@ class TextToTextWithSentinel(PromptedTextToText):
                 raise Refused(f'data.lengths.{name}={self.lengths[name]}: use {MIN_LENGTH} or more')
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
-        inputs = np.concatenate([record['inputs'], self.sentinel, EOS])
-        return inputs, np.concatenate([self.sentinel, record['targets'], EOS])
+        inputs = np.concatenate([record['inputs'], self.sentinel, self.eos])
+        return inputs, np.concatenate([self.sentinel, record['targets'], self.eos])
 
     def cut(self, ids: np.ndarray, length: int) -> np.ndarray:
         if len(ids) > length:

@@ -259,7 +259,7 @@ def test_the_processors_of_transformers(transformers):
     pairs.append((partial(decode.forbid_words, words_1nW), bad_words))
     for n in (5, 9, 10, 20):
         minimum = theirs.MinNewTokensLengthLogitsProcessor(1, n, EOS_ID, device='cpu')
-        pairs.append((partial(decode.forbid_early_end, jnp.full(1, 1 + n)), minimum))
+        pairs.append((partial(decode.forbid_early_end, EOS_ID, jnp.full(1, 1 + n)), minimum))
     their_logits = torch.tensor(logits, dtype=torch.float32)
     read = torch.tensor([[0, *of_row] for of_row in tokens])
     for ours, processor in pairs:
@@ -425,7 +425,7 @@ def test_options_that_are_refused():
 
 def test_settings_that_are_off_are_not_in_the_program():
     decoding = decode.Decoding().program
-    assert decode.filters_of(decoding, {'prompt_bT': np.zeros((1, 4), np.int32)}) == []
+    assert decode.filters_of(decoding, {'prompt_bT': np.zeros((1, 4), np.int32)}, EOS_ID) == []
 
 
 def test_words_that_the_vocabulary_lacks():

@@ -21,6 +21,7 @@ PARTS = golden('trivia_qa_truncate_inputs')
 def objective_of(name, lengths, vocabulary_size=100, num_sentinels=1):
     config = make_config(**{f'lengths.{feature}': length for feature, length in lengths.items()})
     vocabulary = types.SimpleNamespace(
+        eos_id=1,
         size=vocabulary_size,
         num_sentinels=num_sentinels,
         sentinel_ids=vocabulary_size - 1 - np.arange(num_sentinels, dtype=np.int32),

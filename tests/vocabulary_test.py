@@ -11,10 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 from corpora import HUNT, check_settings, documents_of, golden, make_config, model_with, oracle
-from small_models import SMALLEST, assert_refused, random_params
+from small_models import assert_refused
 
 import vocabulary as vocabularies
-from formats import write_hugging_face
 from formats.vocabulary import find_vocabulary
 from run.train_vocabulary import find_or_train_vocabulary, train_vocabulary
 
@@ -29,12 +28,8 @@ def check_vocabulary_case(vocabulary, case):
         assert vocabulary.decode(one['ids']) == one['decode']
 
 
-@pytest.mark.parametrize('name', ['{oracles}', '{relative}', '{relative}/../sentencepiece'])
-def test_sentencepiece_vocabulary_matches_seqio(monkeypatch, name):
-    """The model is found under absolute and relative names of its folder."""
-    folder = oracle('sentencepiece')
-    monkeypatch.chdir(pathlib.Path(__file__).parent)
-    name = name.replace('{oracles}', str(folder)).replace('{relative}', os.path.relpath(folder))
+def test_sentencepiece_vocabulary_matches_seqio():
+    name = str(oracle('sentencepiece'))
     cases = [case for case in golden('vocab') if case['vocab'] == 'sentencepiece_test']
     assert len(cases) == 3
     for case in cases:
@@ -60,14 +55,6 @@ def test_extra_ids_count_down_from_the_end(pydoc_model):
     assert [i for i in ids if i >= 1000] == [1099, 1000, 1098]
     assert vocabulary.decode(ids) == text
     assert vocabulary.encode(['plain words']) == plain.encode(['plain words'])
-
-
-def test_baked_in_extra_ids_are_not_doubled(pydoc_model):
-    own = vocabularies.SentencePieceVocabulary(pydoc_model)
-    baked = vocabularies.SentencePieceVocabulary(own._processor.serialized_model_proto())
-    assert (baked.size, baked.num_extra_ids) == (1100, 100)
-    text = ['a <extra_id_5> b']
-    assert baked.encode(text) == own.encode(text)
 
 
 UP = list(range(12))
@@ -105,11 +92,6 @@ def test_sentinels_have_the_ids_of_their_names(name):
             own = [blank, *own]
         assert ids == [*words[0], *own, *words[1]]
         assert vocabulary.decode(words[0]) == plain.decode(plain.encode([before])[0])
-
-
-def test_sentinels_first():
-    vocabulary = find_vocabulary(HUNT, HUNT / 'sentinels_first.model')
-    assert vocabulary.sentinel_ids.tolist() == list(range(3, 103))
 
 
 WRONG_SENTINELS = [
@@ -223,26 +205,6 @@ def test_glued_sentinels_are_those_of_transformers(pydoc, pydoc_model, vocabular
     assert num_compared > 100
 
 
-@pytest.mark.peers
-def test_transformers_reads_the_number_of_sentinels(pydoc_model, tmp_path):
-    reason = "transformers is not installed: pip install -e '.[peers]'"
-    transformers = pytest.importorskip('transformers', reason=reason)
-    own = vocabularies.SentencePieceVocabulary(pydoc_model, extra_ids=7)
-    write_hugging_face.write(tmp_path / 'hf', SMALLEST, random_params(SMALLEST), own)
-    theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path / 'hf')
-    ours = find_vocabulary(tmp_path / 'hf')
-    text = 'the <extra_id_0> of <extra_id_6>'
-    assert [theirs(text, add_special_tokens=False).input_ids] == ours.encode([text])
-
-
-def test_bytes_know_no_sentinels_in_text():
-    vocabulary = vocabularies.ByteVocabulary(100)
-    text = 'a<extra_id_0> <extra_id_1>'
-    [ids] = vocabulary.encode([text])
-    assert vocabulary.encode([text], glued_sentinels=True) == [ids]
-    assert vocabulary.decode(ids) == text
-
-
 def test_decode_undoes_encode(pydoc, vocabulary):
     texts = [text for _, text in documents_of(pydoc)[:200] if text.isascii()]
     for text, ids in zip(texts, vocabulary.encode(texts), strict=True):
@@ -286,9 +248,6 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     workdir = tmp_path / 'run'
     own_model = tmp_path / 'own.model'
     own_model.write_bytes(pydoc_model)
-    folder = tmp_path / 'published'
-    folder.mkdir()
-    (folder / 'spiece.model').write_bytes(pydoc_model)
     byte = find(workdir, max_size=384, vocabulary='bytes', extra_ids=0)
     assert (byte.size, byte.model) == (259, b'')
 
@@ -303,9 +262,6 @@ def test_the_vocabulary_of_a_run(tmp_path, pydoc_model):
     assert_refused(partial(find, workdir, model=pydoc_model), 'vocabulary.model')
     assert find(tmp_path, texts=None, model=pydoc_model).model == pydoc_model
 
-    for path in (own_model, folder):
-        assert find(tmp_path / 'new', vocabulary=str(path)).model == pydoc_model
-    assert not (tmp_path / 'new').exists()
     hashes = {vocabularies.SentencePieceVocabulary(pydoc_model, n).hash for n in (0, 100)}
     assert len(hashes | {kept.hash, byte.hash, vocabularies.ByteVocabulary(100).hash}) == 5
 

@@ -1,27 +1,31 @@
-"""A tokenizer.json without spiece.model gives transformers' ids.
-
-golden/tokenizer_json, made by `python tests/formats/tokenizer_json_test.py` with tokenizers: `t5` as transformers 5.24
-saves T5Tokenizer, without a normalizer; `backend` as it saves umT5's, with a small charsmap; `metaspace` with a Metaspace
-alone. Each has 250 texts and their ids.
-"""
+"""A tokenizer.json gives transformers' ids: those of the library tokenizers, as T5Tokenizer of transformers 5 uses it."""
 
 import io
 import json
-import pathlib
+import pickle
 import random
-import shutil
+from functools import partial
 
 import pytest
 import sentencepiece
+from corpora import HUNT, make_config, oracle
 from sentencepiece import sentencepiece_model_pb2
 from small_models import assert_refused
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
 
-from formats.tokenizer_json import read_tokenizer
-from formats.vocabulary import files_of, find_vocabulary, named_vocabulary, of_model
-from vocabulary import ByteVocabulary
-
-GOLDEN = pathlib.Path(__file__).parent.parent / 'golden/tokenizer_json'
-FORMS = ('t5', 'backend', 'metaspace')
+from data import TextToText
+from formats.tokenizer_json import TOKEN_FLAGS
+from formats.vocabulary import (
+    add_tokens,
+    files_of,
+    find_vocabulary,
+    kept_files,
+    named_vocabulary,
+    of_model,
+)
+from run.train_vocabulary import find_or_train_vocabulary
+from vocabulary import ByteVocabulary, SentencePieceVocabulary
 
 # No text has '...': '..' and '.' then have the same score in either order, to rounding.
 # Ligatures, full and half width, combined and composed marks, emoji, controls, and tokens that are added.
@@ -44,143 +48,7 @@ def odd_texts(num_texts):
     return texts
 
 
-def write_golden():
-    import tokenizers
-    from tokenizers import Regex, normalizers, pre_tokenizers
-
-    entries = {
-        'ﬁ': 'fi',
-        '\t': ' ',
-        '\xa0': ' ',
-        '\u3000': ' ',
-        '\x07': '',
-        'Ｆ': 'F',
-        'ｕ': 'u',
-        'ｌ': 'l',
-    }
-    entries |= {
-        'e\u0301': 'é',
-        'e\u0302': 'ê',
-        'e\u0302\u0301': 'ế',
-        'か\u3099': 'が',
-        'ｅ': 'e',
-        '½': '1⁄2',
-    }
-    small = sentencepiece.SentencePieceNormalizer(norm_map=list(entries.items()))
-    spec = sentencepiece_model_pb2.NormalizerSpec.FromString(small.serialized_normalizer_spec())
-    charsmap = normalizers.Precompiled(spec.precompiled_charsmap)
-    proto = trained('identity', byte_fallback=False)
-    for form in FORMS:
-        vocab = [(piece.piece, piece.score) for piece in proto.pieces]
-        if form != 'backend':
-            vocab += [(f'<extra_id_{i}>', 0.0) for i in reversed(range(100))]
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=2))
-        split = pre_tokenizers.Metaspace(split=form != 'backend')
-        if form == 't5':
-            split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), split])
-        if form == 'backend':
-            steps = [charsmap, normalizers.Replace(Regex(r'\A +| +\z'), '')]
-            steps += [normalizers.Replace(Regex(' {2,}'), ' '), normalizers.Replace(' ', '▁')]
-            steps += [normalizers.Replace(Regex(r'\A▁'), '▁▁')]
-            tokenizer.normalizer = normalizers.Sequence(steps)
-        if form == 'metaspace':
-            tokenizer.normalizer = charsmap
-        tokenizer.pre_tokenizer = split
-        tokenizer.add_special_tokens(['<pad>', '</s>', '<unk>'])
-        tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(100)])
-        tokenizer.add_tokens(['<sep>', 'new word', 'Ｆｕｌｌ'])  # found in normalized texts
-        (GOLDEN / form).mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(GOLDEN / form / 'tokenizer.json'), pretty=False)
-        texts = odd_texts(250)
-        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        content = {'texts': texts, 'ids': ids}
-        (GOLDEN / form / 'ids.json').write_text(json.dumps(content) + '\n')
-
-
-@pytest.mark.parametrize('form', FORMS)
-def test_ids_are_those_of_transformers(form):
-    golden = json.loads((GOLDEN / form / 'ids.json').read_text())
-    found = read_tokenizer(GOLDEN / form / 'tokenizer.json')
-    assert found.encode(golden['texts']) == golden['ids']
-    kept = of_model(found.model, extra_ids=100)  # as a run keeps it
-    assert kept.encode(golden['texts']) == found.encode(golden['texts'])
-
-
-def test_a_folder_opens_with_its_tokenizer(tmp_path):
-    for found in (
-        find_vocabulary(GOLDEN / 't5'),
-        named_vocabulary('data.vocabulary', GOLDEN / 't5', 100),
-    ):
-        assert found.num_sentinels == 100 and found.sentinel_ids[0] == found.size - 4
-        assert found.added_tokens['<sep>'] == found.size - 3
-        text = 'lo<extra_id_0> ll<sep>'
-        [ids] = found.encode([text])
-        assert ids == [
-            *found.encode(['lo'])[0],
-            found.size - 4,
-            *found.encode(['ll'])[0],
-            found.size - 3,
-        ]
-        assert found.decode(ids) == text
-    for name, content in files_of(found).items():  # as convert writes it
-        (tmp_path / name).write_bytes(content)
-    again = find_vocabulary(tmp_path)
-    assert again.pieces == found.pieces
-    assert again.encode(odd_texts(50)) == found.encode(odd_texts(50))
-
-
-def test_the_steps_are_those_of_the_class(tmp_path):
-    """T5Tokenizer of transformers 5 makes its own steps, whatever version 4 saved."""
-    shutil.copy(GOLDEN / 'metaspace/tokenizer.json', tmp_path)
-    texts = [' the  end. ', 'the\v<sep> end.']
-    plain = find_vocabulary(tmp_path).encode(texts)
-    (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "T5TokenizerFast"}')
-    assert (
-        find_vocabulary(tmp_path).encode(texts)
-        == read_tokenizer(GOLDEN / 't5/tokenizer.json').encode(texts)
-        != plain
-    )
-    (tmp_path / 'config.json').write_text('{"model_type": "umt5"}')
-    assert find_vocabulary(tmp_path).encode(texts) == plain
-
-
-def test_a_folder_of_byt5_has_bytes(tmp_path):
-    (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    found = find_vocabulary(tmp_path)
-    assert isinstance(found, ByteVocabulary)
-    assert found.num_extra_ids == 0
-
-
-def token(content, i, **options):
-    return {'added_tokens': [{'content': content, 'id': i, **options}]}
-
-
-OTHERS = [
-    {'model': {'type': 'BPE', 'vocab': {}, 'merges': []}},
-    {'model': {'vocab': []}},
-    {'model': {'type': 'Unigram', 'unk_id': 2}},
-    {'model': {'type': 'Unigram', 'unk_id': 0, 'vocab': []}},
-    {'model': None},
-    {'normalizer': {'type': 'Lowercase'}},
-    {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'YWJj'}},
-    {'pre_tokenizer': {'type': 'ByteLevel'}},
-    token('<sep>', 10**6),
-    token('<sep>', 30),
-    token('<s>', None),
-    token('<extra_id_0>', 'x'),
-    {'added_tokens': [7]},
-    [],
-]
-
-
-def test_other_tokenizers_are_refused(tmp_path):
-    content = json.loads((GOLDEN / 't5/tokenizer.json').read_text())
-    for changes in OTHERS:
-        (tmp_path / 'tokenizer.json').write_text(json.dumps(content | changes if changes else []))
-        assert_refused(lambda: find_vocabulary(tmp_path), f'{tmp_path}/tokenizer.json')
-
-
-# Other forms, made with tokenizers.
+# Tokenizers of several kinds, made with the library.
 
 
 def trained(rule, byte_fallback):
@@ -200,6 +68,202 @@ def trained(rule, byte_fallback):
         minloglevel=2,
     )
     return sentencepiece_model_pb2.ModelProto.FromString(model.getvalue())
+
+
+def t5():
+    """As version 4 of transformers saves T5TokenizerFast."""
+    proto = trained('nmt_nfkc', byte_fallback=False)
+    vocab = [(piece.piece, piece.score) for piece in proto.pieces]
+    vocab += [(f'<extra_id_{i}>', 0.0) for i in reversed(range(100))]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=2))
+    charsmap = proto.normalizer_spec.precompiled_charsmap
+    tokenizer.normalizer = normalizers.Precompiled(charsmap)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(['<pad>', '</s>', '<unk>'])
+    return tokenizer
+
+
+def codet5():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=400,
+        special_tokens=['<pad>', '<s>', '</s>', '<unk>'],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([' '.join(WORDS[:60])] * 20, trainer)
+    return tokenizer
+
+
+# A tokenizer, and its ids of EOS and unknown.
+FORMS = {'t5': (t5, 1, 2), 'codet5': (codet5, 2, 3)}
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """A folder of each kind, with tokens that were added."""
+    for form, (make, _, _) in FORMS.items():
+        tokenizer = make()
+        tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(100)])
+        tokenizer.add_tokens(['<sep>', 'new word', AddedToken('Ｆｕｌｌ', lstrip=True)])
+        folder = tmp_path_factory.getbasetemp() / form
+        folder.mkdir()
+        tokenizer.save(str(folder / 'tokenizer.json'))
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_ids_are_those_of_the_library(folders, form):
+    found = find_vocabulary(folders / form)
+    theirs = Tokenizer.from_file(str(folders / form / 'tokenizer.json'))
+    texts = odd_texts(250)
+    expected = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    assert found.encode(texts) == expected
+    assert found.num_sentinels == 100
+    assert (found.eos_id, found.unk_id) == FORMS[form][1:]
+    kept = of_model(found.model, extra_ids=100)  # as a run keeps it
+    assert (kept.model, kept.hash) == (found.model, found.hash)
+    worker = pickle.loads(pickle.dumps(kept))
+    worker.num_threads = 1
+    assert worker.encode(texts) == expected
+    # The names of special tokens are characters in a text, as for SentencePiece.
+    for i in (0, found.eos_id, found.unk_id):
+        [ids] = found.encode([f'b{found.pieces[i]}b'])
+        assert len(ids) > 4 and not {0, found.eos_id} & {*ids}
+        assert ids.count(found.unk_id) < 2  # the slash
+
+
+def test_ids_of_gemma():
+    folder = oracle('../golden/t5gemma_tokenizer')
+    found = find_vocabulary(folder / 'as_saved')
+    assert (found.size, found.eos_id, found.unk_id) == (700, 1, 3)
+    for row in json.loads((folder / 'texts.json').read_text())['texts']:
+        [ids] = found.encode([row['text']])
+        assert ids == row['transformers_without_special']
+        if '<bos>' not in row['text']:  # transformers leaves special tokens out
+            assert found.decode([*ids, 1, 5]) == row['decoded_by_transformers']
+
+
+def test_texts_of_ids(folders):
+    """Unknown tokens as SentencePiece writes them, and no padding; added tokens as they were added."""
+    found = find_vocabulary(folders / 't5')
+    full, word = found.added_tokens['Ｆｕｌｌ'], found.added_tokens['new word']
+    [the] = found.encode(['the'])
+    assert found.decode([0, *the, 2, full, 0, word, 10**6, 1, *the]) == 'the ⁇ Ｆｕｌｌnew word ⁇ '
+
+
+def copy_with(folder, source, **changes):
+    """Write a tokenizer.json with other content."""
+    content = json.loads((source / 'tokenizer.json').read_text())
+    (folder / 'tokenizer.json').write_text(json.dumps(content | changes))
+
+
+def test_eos_is_that_of_the_folder(folders, tmp_path):
+    """Runs and convert keep it, and examples end with it."""
+    copy_with(tmp_path, folders / 'codet5')
+    (tmp_path / 'config.json').write_text('{"model_type": "t5", "eos_token_id": 2}')
+    settings = {'tokenizer_class': 'RobertaTokenizer', 'eos_token': '</s>'}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+    found = find_vocabulary(tmp_path)
+    objective = TextToText(make_config(), found)
+    [ids] = found.encode_as_arrays(['the end'])
+    [example] = objective.examples(['a'], [{'inputs': ids, 'targets': ids}])
+    assert example.targets.tolist() == [*ids, 2] and found.decode([*ids, 2, 5]) == 'the end'
+    settings['eos_token'] = {'content': '<s>'}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+    assert_refused(partial(find_vocabulary, tmp_path), 'eos_token_id=2')
+    (tmp_path / 'config.json').unlink()
+    other = find_vocabulary(tmp_path)
+    assert other.eos_id == of_model(other.model, 100).eos_id == 1
+    for name, content in files_of(other).items():
+        (tmp_path / name).write_bytes(content)
+    assert find_vocabulary(tmp_path).eos_id == 1
+    Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+
+
+def test_a_run_keeps_its_tokenizer(folders, tmp_path):
+    """It resumes with the file, with and without data.vocabulary."""
+    config = make_config(vocabulary=str(folders / 't5'))
+    find = partial(find_or_train_vocabulary, workdir=tmp_path, texts=[], max_size=512)
+    found = find(config)
+    [(name, content)] = kept_files(found).items()
+    assert name == 'tokenizer.json'
+    (tmp_path / name).write_bytes(content)
+    for config.vocabulary in (str(folders / 't5'), ''):
+        assert find(config).hash == found.hash
+    config.vocabulary = str(folders / 'codet5')
+    assert_refused(partial(find, config), 'tokenizer.json')
+    more = add_tokens(found, ['<more>'])
+    assert more.encode(['<more>']) == [[found.size]] and [*kept_files(more)] == ['tokenizer.json']
+
+
+def test_a_model_that_version_0_2_made_of_a_tokenizer(tmp_path):
+    proto = sentencepiece_model_pb2.ModelProto.FromString((HUNT / 'good.model').read_bytes())
+    proto.normalizer_spec.normalization_rule_tsv = '{"model": {}, "added_tokens": []}'
+    assert_refused(partial(SentencePieceVocabulary, proto.SerializeToString()), 'tokenizer.json')
+
+
+def test_a_folder_is_written_with_its_tokenizer(folders, tmp_path):
+    found = named_vocabulary('data.vocabulary', folders / 't5', 100)
+    text = 'lo<extra_id_0> ll<sep>'
+    assert found.decode(*found.encode([text])) == text
+    for name, content in files_of(found).items():  # as convert writes it
+        (tmp_path / name).write_bytes(content)
+    again = find_vocabulary(tmp_path)
+    assert again.pieces == found.pieces
+    assert again.encode(odd_texts(50)) == found.encode(odd_texts(50))
+
+
+def test_the_steps_are_those_of_the_class(folders, tmp_path):
+    """T5Tokenizer of transformers 5 makes its own steps, whatever version 4 saved."""
+    cut = {'direction': 'Right', 'max_length': 2, 'strategy': 'LongestFirst', 'stride': 0}
+    copy_with(tmp_path, folders / 't5', truncation=cut)  # texts are not cut
+    texts = [' the  end. ', 'the\v<sep> end.']
+    plain = find_vocabulary(tmp_path).encode(texts)
+    assert plain == find_vocabulary(folders / 't5').encode(texts)
+    (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "T5TokenizerFast"}')
+    found = find_vocabulary(tmp_path)
+    assert b'"T5Tokenizer"' in files_of(found)['tokenizer_config.json']
+    [one, two] = found.encode(['the end.', 'the<sep>end.'])
+    assert found.encode(texts) == [one, two] != plain
+    (tmp_path / 'config.json').write_text('{"model_type": "umt5"}')
+    assert find_vocabulary(tmp_path).encode(texts) == plain
+
+
+def test_a_folder_of_byt5_has_bytes(tmp_path):
+    (tmp_path / 'tokenizer_config.json').write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    found = find_vocabulary(tmp_path)
+    assert isinstance(found, ByteVocabulary)
+    assert found.num_extra_ids == 0
+
+
+def token(content, i):
+    return {'added_tokens': [TOKEN_FLAGS | {'content': content, 'id': i}]}
+
+
+OTHERS = [
+    {'model': {'type': 'BPE', 'vocab': {'!': 0, '</s>': 1}, 'merges': []}, 'added_tokens': []},
+    {'model': {'type': 'BPE', 'vocab': {}, 'merges': []}},
+    {'model': {'type': 'Unigram', 'unk_id': 2}},
+    {'model': None},
+    {'pre_tokenizer': {'type': 'None'}},
+    {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'YWJj'}},
+    token('<sep>', 10**6),
+    token('<sep>', 30),
+    token('<extra_id_1>', None),
+    {'added_tokens': [7]},
+]
+
+
+def test_other_tokenizers_are_refused(folders, tmp_path):
+    for changes in OTHERS:
+        copy_with(tmp_path, folders / 't5', **changes)
+        assert_refused(lambda: find_vocabulary(tmp_path), 'tokenizer.json')
+    copy_with(tmp_path, folders / 't5')
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": {"content": "no token"}}')
+    assert_refused(lambda: find_vocabulary(tmp_path), f'{tmp_path}/tokenizer.json')
 
 
 @pytest.mark.peers
@@ -240,5 +304,11 @@ def test_folders_that_transformers_saves(rule, byte_fallback, tmp_path):
             assert again(texts, add_special_tokens=False).input_ids == expected
 
 
-if __name__ == '__main__':
-    write_golden()
+@pytest.mark.peers
+def test_bpe_of_transformers(folders):
+    transformers = pytest.importorskip('transformers')
+    file = folders / 'codet5/tokenizer.json'
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    texts = odd_texts(2000)
+    expected = theirs(texts, add_special_tokens=False).input_ids
+    assert find_vocabulary(folders / 'codet5').encode(texts) == expected

@@ -38,7 +38,7 @@ def test_the_folders_that_hold_a_vocabulary(tmp_path, pydoc_model, monkeypatch):
         assert_refused(partial(find_vocabulary, run, folder), named)
     (lone / 'vocabulary.model').write_bytes(pydoc_model)
     assert model_file(lone) == lone / 'vocabulary.model'
-    for name in ('spiece.model', 'sentencepiece.model'):
+    for name in ('spiece.model', 'sentencepiece.model', 'tokenizer.model'):
         folder = tmp_path / name.split('.')[0]
         folder.mkdir()
         (folder / name).write_bytes(pydoc_model)
@@ -166,7 +166,7 @@ def test_added_tokens_without_ids_are_refused_by_name(tmp_path, form, added):
 @pytest.mark.parametrize('form', ['slow', 'old'])
 def test_added_tokens_have_the_ids_of_transformers(tmp_path, form, pydoc_model):
     transformers = pytest.importorskip('transformers')
-    write_tokenizer(tmp_path, form, pydoc_model, added=['<mark>', '[is it]'])
+    write_tokenizer(tmp_path, form, pydoc_model, num_sentinels=7, added=['<mark>', '[is it]'])
     found = find_vocabulary(tmp_path)
     texts = [
         'a <mark> string',

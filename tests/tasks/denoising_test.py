@@ -223,7 +223,7 @@ def test_documents_are_joined_and_name_their_rows():
     assert documents.names == ['a', 'c', 'd'] and documents.ends.tolist() == [3, 4, 6]
     rows = np.array([[0, 3], [2, 4], [3, 4], [0, 6]])
     assert documents.names_of(rows) == [['a'], ['a', 'c'], ['c'], ['a', 'c', 'd']]
-    with_eos = data.join_documents('abcd', records, 0, with_eos=True)
+    with_eos = data.join_documents('abcd', records, 0, eos=np.array([1]))
     assert with_eos.ids.tolist() == [7, 8, 9, 1, 4, 1, 5, 6, 1]
     nothing = data.join_documents('b', records[1:2], 0)
     assert nothing.ids.tolist() == [] and nothing.names_of(np.zeros((0, 2), int)) == []
@@ -242,7 +242,7 @@ def test_eos_is_appended_as_seqio_does(rule):
                     if rule == 'append_eos_after_trim':
                         length = lengths.get(key, length)
                     tokens = np.array([found], np.int32)
-                    found = data.append_eos_after_trim(tokens, length)[0].tolist()
+                    found = data.append_eos_after_trim(tokens, length, np.array([1]))[0].tolist()
                 assert found == expected[key]
 
 
