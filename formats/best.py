@@ -96,15 +96,14 @@ def read_lines(
             continue
         title = f'line {number} of {file}'
         line = paths.json_object(content, title)
-        for name in ('step', *texts, *line):
-            value = line.get(name)
-            is_integer = type(value) is int and abs(value) < 2**63
-            if name in texts:
-                is_valid = type(value) is str
-            else:
-                is_valid = is_integer or (type(value) is float and name != 'step')
-            if not is_valid:
-                raise Refused(f'{title}: {name}={value!r:.60}: {paths.RESTORE_LINE}')
+        kinds = {
+            **dict.fromkeys(line, (int, float)),
+            'step': (int,),
+            **dict.fromkeys(texts, (str,)),
+        }
+        for name, kind in kinds.items():
+            if type(line.get(name)) not in kind:
+                raise Refused(f'{title}: {name}={line.get(name)!r:.60}: {paths.RESTORE_LINE}')
         lines.append(line)
     return lines
 

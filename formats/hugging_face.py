@@ -22,26 +22,20 @@ import safetensors.numpy
 import model
 import paths
 from formats import own_model, own_options
+from formats.names import NAMES, inverse, names_of, translate
 from messages import Refused, first_ten, named
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
-TRAINERS = re.compile(r'checkpoint-\d+')  # a checkpoint of transformers' Trainer
-# Weights that are not read, by name and by suffix: how to write safetensors from them.
-SAVE_AGAIN = 'load it with transformers, if you trust it, and save_pretrained it as safetensors'
-OTHER_WEIGHTS = {
-    'pytorch_model.bin': SAVE_AGAIN,
-    'pytorch_model.bin.index.json': SAVE_AGAIN,
-    'flax_model.msgpack': f'{SAVE_AGAIN} (from_flax=True, transformers 4 and flax)',
-    'tf_model.h5': f'{SAVE_AGAIN} (from_tf=True, transformers 4 and tensorflow)',
-}
-PICKLE = 'a pickle can run code: write safetensors from torch.load(FILE, weights_only=True)'
-OTHER_FILES = {
-    '.gguf': 'load it with transformers (gguf_file=NAME), and write safetensors.torch.save_model',
-    '.pt': PICKLE,
-    '.pth': PICKLE,
-    '.bin': PICKLE,
-}
+# Weights that are not read: files of a folder, and the ends of names of single files.
+OTHER_WEIGHTS = (
+    'pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack', 'tf_model.h5',
+)  # fmt: skip
+OTHER_FILES = ('.bin', '.pt', '.pth', '.msgpack', '.h5', '.gguf')
+SAVE_AGAIN = (
+    'if you trust it, write safetensors from it: load it with transformers (gguf_file=NAME of GGUF; version 4 with '
+    'from_flax=True, from_tf=True) or torch.load(FILE, weights_only=True)'
+)
 ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
     'mt5': 'MT5ForConditionalGeneration',
@@ -111,19 +105,13 @@ OURS_OF_GENERATION = {
 }
 
 
-class FeedForward(NamedTuple):
-    """An activation of the MLP: `dense_act_fn` of config.json, and T5Config's `mlp_activations`."""
-
-    dense_act_fn: str
-    mlp_activations: tuple[str, ...]
-
-
-# config.json: feed_forward_proj. gelu_new is the tanh form.
+# config.json: feed_forward_proj -> mlp_activations, whose first is dense_act_fn; gelu_new is the tanh form.
 FEED_FORWARDS = {
-    'relu': FeedForward('relu', ('relu',)),
-    'gated-gelu': FeedForward('gelu_new', ('gelu', 'linear')),
-    'gated-silu': FeedForward('silu', ('silu', 'linear')),
+    'relu': ('relu',),
+    'gated-gelu': ('gelu', 'linear'),
+    'gated-silu': ('silu', 'linear'),
 }
+DENSE_ACT_FNS = {'relu': 'relu', 'gelu': 'gelu_new', 'silu': 'silu'}
 
 
 LONG_T5 = 'long_t5'  # the family
@@ -154,27 +142,14 @@ FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
 EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
 
 
-# The parts of a layer, in Hugging Face's order, which numbers them: our norm, our module behind it, their module.
-SUBLAYERS = {
-    'encoder': [
-        ('pre_attention_layer_norm', 'attention', 'SelfAttention'),
-        ('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
-    ],
-    'decoder': [
-        ('pre_self_attention_layer_norm', 'self_attention', 'SelfAttention'),
-        ('pre_cross_attention_layer_norm', 'encoder_decoder_attention', 'EncDecAttention'),
-        ('pre_mlp_layer_norm', 'mlp', 'DenseReluDense'),
-    ],
-}
-ATTENTION_KERNELS = {'query': 'q', 'key': 'k', 'value': 'v', 'out': 'o'}
 TOKEN_TABLE = 'shared.weight'
 # A folder has the token table under one of these names, or equal copies.
 TOKEN_TABLES = (TOKEN_TABLE, 'encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 LM_HEAD = 'lm_head.weight'
+BIAS_OF_UMT5 = 'encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight'
 # Old folders store this array, which no model reads.
 UNUSED = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 
-# The names of a T5's arrays, in a folder or a single file.
 T5_NAMES = re.compile(r'(shared|lm_head)\.weight|(encoder|decoder)\..+')
 # The factor of an array in FP8, stored next to it; and other arrays of such files, which are not weights.
 SCALES = ('scale_weight', 'weight_scale')
@@ -193,72 +168,28 @@ DTYPES = {
 
 
 def parameter_names(config: model.T5Config) -> dict[str, str]:
-    """Return {our path: Hugging Face's name} of every parameter."""
-    names = {'token_embedder/embedding': TOKEN_TABLE}
-    depths = {'encoder': config.num_encoder_layers}
-    if config.num_decoder_layers:
-        depths['decoder'] = config.num_decoder_layers
-    mlp_kernels = {'wi': 'wi', 'wo': 'wo'}
-    if len(config.mlp_activations) > 1:
-        mlp_kernels = {'wi_0': 'wi_0', 'wi_1': 'wi_1', 'wo': 'wo'}
-    for stack, depth in depths.items():
-        names[f'{stack}/{stack}_norm/scale'] = f'{stack}.final_layer_norm.weight'
-        for i in range(depth):
-            layer = f'{stack}/layers_{i}'
-            block = f'{stack}.block.{i}.layer'
-            for j, (norm, module, their_module) in enumerate(SUBLAYERS[stack]):
-                names[f'{layer}/{norm}/scale'] = f'{block}.{j}.layer_norm.weight'
-                kernels = mlp_kernels if module == 'mlp' else ATTENTION_KERNELS
-                for kernel, their_kernel in kernels.items():
-                    path = f'{layer}/{module}/{kernel}/kernel'
-                    names[path] = f'{block}.{j}.{their_module}.{their_kernel}.weight'
-            bias = f'{block}.0.SelfAttention.relative_attention_bias.weight'
-            if config.relpos_bias_per_layer:
-                names[f'{layer}/relpos_bias/rel_embedding'] = bias
-            elif i == 0:
-                names[f'{stack}/relpos_bias/rel_embedding'] = bias
-    if config.num_decoder_layers and not config.logits_via_embedding:
-        names['decoder/logits_dense/kernel'] = LM_HEAD
+    """Return {our path: Hugging Face's name without .weight}, with * for the number of a layer: see names.py."""
+    table = names_of(config.relpos_bias_per_layer)
+    options = own_options.as_dict(config.options)
     if config.module == LONG_T5:
-        names |= _long_t5_names(config, names)
+        _, attention = LONG_T5_ATTENTIONS[options['encoder_attention']]
+        for path, name in table.items():
+            if path.startswith('encoder/'):
+                table[path] = name.replace('.SelfAttention.', f'.{attention}.')
+        layer = f'encoder.block.*.layer.0.{attention}'
+        table['encoder/layers_*/attention/T5LayerNorm_0/scale'] = f'{layer}.global_input_layer_norm'
+        bias = f'{layer}.global_relative_attention_bias'
+        table['encoder/side_relpos_bias/rel_embedding'] = bias.replace('*', '0')
     if config.module == SWITCH:
-        names = _switch_names(config, names)
-    return names
-
-
-def _long_t5_names(config: model.T5Config, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of `parameter_names` that differs in LongT5: the encoder's attention."""
-    kind = own_options.as_dict(config.options)['encoder_attention']
-    _, attention = LONG_T5_ATTENTIONS[kind]
-    changed = {}
-    for path, name in names.items():
-        if path.startswith('encoder/'):
-            changed[path] = name.replace('.SelfAttention.', f'.{attention}.')
-    if kind == 'transient_global':
-        for i in range(config.num_encoder_layers):
-            path = f'encoder/layers_{i}/attention/T5LayerNorm_0/scale'
-            changed[path] = f'encoder.block.{i}.layer.0.{attention}.global_input_layer_norm.weight'
-        bias = f'encoder.block.0.layer.0.{attention}.global_relative_attention_bias.weight'
-        changed['encoder/side_relpos_bias/rel_embedding'] = bias
-    return changed
-
-
-def _switch_names(config: model.T5Config, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of a Switch Transformer, from those of a T5 of its sizes. All experts have one name."""
-    step = own_options.as_dict(config.options)['sparse_step']
-    changed = {}
-    for path, name in names.items():
-        name = name.replace('.DenseReluDense.', '.mlp.')
-        kernel = re.fullmatch(r'(.+/layers_(\d+)/mlp)/(.+)', path)
-        if kernel and int(kernel[2]) % step == step - 1:
-            mlp = name.partition('.mlp.')[0] + '.mlp'
-            changed[f'{kernel[1]}/router/router_weights/w/kernel'] = (
-                f'{mlp}.router.classifier.weight'
-            )
-            path = f'{kernel[1]}/expert/{kernel[3]}'
-            name = name.replace('.mlp.', '.mlp.experts.')
-        changed[path] = name
-    return changed
+        for path, name in NAMES.items():
+            mlp, is_mlp, kernel = name.partition('.DenseReluDense.')
+            if is_mlp:
+                table[path] = f'{mlp}.mlp.{kernel}'
+                table[path.replace('/mlp/', '/mlp/expert/')] = f'{mlp}.mlp.experts.{kernel}'
+                layer = path.partition('/mlp/')[0]
+                router = f'{layer}/mlp/router/router_weights/w/kernel'
+                table[router] = f'{mlp}.mlp.router.classifier'
+    return table
 
 
 def is_transposed(path: str) -> bool:
@@ -347,21 +278,12 @@ def is_single_file(file: paths.AnyPath) -> bool:
 
 def check_file(file: paths.AnyPath, is_adapter: bool) -> None:
     """Raise Refused if `file` is one of a folder, or has weights that are not read."""
-    remedy = OTHER_WEIGHTS.get(file.name) or OTHER_FILES.get(file.suffix)
+    remedy = SAVE_AGAIN if file.suffix in OTHER_FILES else ''
     is_of_folder = file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent)
     if is_adapter or (is_of_folder and not is_single_file(file)):
         remedy = f'name its folder, {file.parent}'
     if remedy:
         raise Refused(f'{file} is not read: {remedy}')
-
-
-def check_folder(folder: paths.AnyPath) -> None:
-    """Raise Refused for a folder of checkpoints of transformers' Trainer."""
-    saved = [path.name for path in paths.list_folder(folder) if TRAINERS.fullmatch(path.name)]
-    if saved and not is_folder(folder):
-        raise Refused(
-            f'{folder} holds checkpoints of a Trainer: name one, {first_ten(sorted(saved))}'
-        )
 
 
 def on_disk(folder: paths.AnyPath) -> Path:
@@ -374,24 +296,19 @@ def on_disk(folder: paths.AnyPath) -> Path:
 def read_index(
     folder: str | paths.AnyPath, is_encoder: bool = False
 ) -> tuple[model.T5Config, dict[str, SafetensorsEntry], str]:
-    """Return what a folder or single file has, without its arrays; read only headers and copies of the token table.
+    """Return what a folder has, without its arrays; read only headers and copies of the token table.
 
     It is the config, dtype float32, {'target/' + our path: entry}, and an assumption to report, or ''. With
-    `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares shapes.
+    `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares paths and shapes.
     """
     folder = on_disk(paths.to_path(folder))
     files = _weight_files(folder)
-    if is_single_file(folder):
-        config_file = folder
-        arrays = _read_headers(folder, files)
-        settings = _settings_of_shapes(folder, arrays)
-    else:
-        config_file = folder / 'config.json'
-        settings = paths.read_json(config_file)
-        model_type = str(settings.get('model_type'))
-        if model_type not in ARCHITECTURES:  # first: other models have other arrays
-            raise Refused(f'{config_file}: model_type={model_type}: use {", ".join(ARCHITECTURES)}')
-        arrays = _read_headers(folder, files)
+    config_file = folder / 'config.json'
+    settings = paths.read_json(config_file)
+    model_type = str(settings.get('model_type'))
+    if model_type not in ARCHITECTURES:  # first: other models have other arrays
+        raise Refused(f'{config_file}: model_type={model_type}: use {", ".join(ARCHITECTURES)}')
+    arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}
         for name, entry in arrays.entries.items():
@@ -406,14 +323,7 @@ def read_index(
     stored = dict(arrays.entries)
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
-    names = parameter_names(config)
-    differences = [f'{name} is missing' for name in names.values() if name not in stored]
-    differences += [f'{name} is not of it' for name in sorted(set(stored) - set(names.values()))]
-    if differences:
-        raise Refused(f'{folder} is not what its config says: {first_ten(differences, "; ")}')
-    targets: dict[str, SafetensorsEntry] = {}
-    for path, name in names.items():
-        targets[f'target/{path}'] = stored[name].T if is_transposed(path) else stored[name]
+    targets = _by_path(folder, stored, parameter_names(config))
     if paths.is_file(folder / '2_Dense' / 'config.json'):
         notes.append(
             f'{folder} is of sentence-transformers: a vector is the mean of its tokens (--pool=mean), and is still to '
@@ -425,6 +335,32 @@ def read_index(
             'sqrt(d_model), as transformers 5 has them'
         )
     return config, targets, '; '.join(notes)
+
+
+def read_single_file(file: paths.AnyPath) -> dict[str, SafetensorsEntry]:
+    """Return {'target/' + our path: entry} of a file; read only its header and copies of the token table."""
+    file = on_disk(file)
+    arrays = _read_headers(file, _weight_files(file))
+    if not arrays.has_own_lm_head:
+        del arrays.entries[LM_HEAD]
+    return _by_path(file, arrays.entries, names_of(is_per_layer=BIAS_OF_UMT5 in arrays.entries))
+
+
+def _by_path(
+    folder: Path, stored: Mapping[str, SafetensorsEntry], names: Mapping[str, str]
+) -> dict[str, SafetensorsEntry]:
+    """Return {'target/' + our path: entry} of the arrays, whose `names` are {our path: Hugging Face's}."""
+    paths_of_names = inverse(names)
+    by_path = {}
+    unknown = []
+    for name, entry in stored.items():
+        path = translate(name.removesuffix('.weight'), paths_of_names)
+        by_path[f'target/{path}'] = entry.T if is_transposed(path) else entry
+        if not path:
+            unknown.append(name)
+    if unknown:
+        raise Refused(f'{folder} has arrays that its model has not: {first_ten(sorted(unknown))}')
+    return by_path
 
 
 def _notes_of_generation(folder: Path, config: Mapping) -> list[str]:
@@ -484,14 +420,14 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         sizes['num_decoder_layers'] = 0
     default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
     name = settings.get('feed_forward_proj', default)
-    feed_forward = FEED_FORWARDS.get(str(name))
-    dense_act_fn = settings.get('dense_act_fn', feed_forward and feed_forward.dense_act_fn)
-    if feed_forward is None or dense_act_fn != feed_forward.dense_act_fn:
+    activations = FEED_FORWARDS.get(str(name), ('',))
+    dense_act_fn = settings.get('dense_act_fn', DENSE_ACT_FNS.get(activations[0]))
+    if dense_act_fn is None or dense_act_fn != DENSE_ACT_FNS.get(activations[0]):
         raise Refused(f'feed_forward_proj={name}, dense_act_fn={dense_act_fn}: no T5 has these')
     config = model.T5Config(
         **sizes,
         dtype='float32',
-        mlp_activations=feed_forward.mlp_activations,
+        mlp_activations=activations,
         dropout_rate=settings.get('dropout_rate', 0.1),
         logits_via_embedding=not arrays.has_decoder or _is_tied(settings, arrays.has_own_lm_head),
         float32_attention_logits=False,
@@ -527,42 +463,6 @@ def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
             f'encoder_sparse_step={step}, decoder_sparse_step={other}: must be 1, or 2, in both stacks'
         )
     return int(step)
-
-
-def _settings_of_shapes(file: Path, arrays: StoredArrays) -> dict:
-    """Return what a config.json would say of a single file."""
-    layer = 'encoder.block.0.layer'
-    bias = f'{layer}.0.SelfAttention.relative_attention_bias.weight'
-    out = f'{layer}.0.SelfAttention.o.weight'
-    mlp = f'{layer}.1.DenseReluDense'
-    experts: dict = {}
-    for i in range(_count_layers(arrays, 'encoder')):
-        router = arrays.entries.get(f'encoder.block.{i}.layer.1.mlp.router.classifier.weight')
-        if router is not None and router.shape:
-            mlp = f'encoder.block.{i}.layer.1.mlp.experts'
-            experts = {'model_type': 'switch_transformers', 'num_experts': router.shape[0]}
-            experts |= {f'{stack}_sparse_step': i + 1 for stack in ('encoder', 'decoder')}
-            break
-    wo = f'{mlp}.wo.weight'
-    for name in (TOKEN_TABLE, bias, out, wo):
-        num_dimensions = 3 if experts and name == wo else 2
-        if name not in arrays.entries or len(arrays.entries[name].shape) != num_dimensions:
-            raise Refused(f'{file} has no matrix {name}: it holds no T5')
-    vocab_size, d_model = arrays.entries[TOKEN_TABLE].shape
-    num_heads = arrays.entries[bias].shape[1]
-    is_gated = f'{mlp}.wi_0.weight' in arrays.entries
-    return {
-        'model_type': 'umt5' if bias.replace('block.0', 'block.1') in arrays.entries else 't5',
-        'vocab_size': vocab_size,
-        'd_model': d_model,
-        'num_heads': num_heads,
-        'd_kv': arrays.entries[out].shape[1] // num_heads,
-        'd_ff': arrays.entries[wo].shape[-1],
-        'num_layers': _count_layers(arrays, 'encoder'),
-        'num_decoder_layers': _count_layers(arrays, 'decoder'),
-        'feed_forward_proj': 'gated-gelu' if is_gated else 'relu',
-        **experts,
-    }
 
 
 def _count_layers(arrays: StoredArrays, stack: str) -> int:
@@ -667,9 +567,9 @@ def _weight_files(folder: Path) -> list[Path]:
     remedy = 'copy it, or its parts and their index'
     for file in sorted(folder.glob('*.safetensors')):
         remedy = f'rename {file.name}, if it is a variant of it'
-    for name, save_again in OTHER_WEIGHTS.items():
+    for name in OTHER_WEIGHTS:
         if paths.is_file(folder / name):
-            remedy = f'{name} is not read: {save_again}'
+            remedy = f'{name} is not read: {SAVE_AGAIN}'
     index_file = folder / WEIGHTS_INDEX
     if paths.is_file(index_file):
         weight_map = paths.read_json(index_file).get('weight_map')

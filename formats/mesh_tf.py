@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -22,36 +22,19 @@ import ml_dtypes
 import numpy as np
 
 import paths
+from formats.names import inverse, names_of, translate
 from messages import Refused, first_ten
 
-# Mesh-TF's names (regular expressions, matched whole) and T5X's paths.
-NORM = '(?:rms|layer)_norm/scale'
-NAMES_OUTSIDE_BLOCKS = {
-    'shared/embedding': 'token_embedder/embedding',
-    '(encoder|decoder)/embedding': r'\1/token_embedder/embedding',
-    '(encoder|decoder)/(?:rms|final_layer)_norm/scale': r'\1/\1_norm/scale',
-    'decoder/logits/kernel': 'decoder/logits_dense/kernel',
-}
-# The same below encoder/block_NNN/ there and encoder/layers_N/ here.
-NAMES_IN_BLOCK = {
-    'encoder': {
-        'layer_000/SelfAttention/relative_attention_bias': 'relpos_bias/rel_embedding',
-        'layer_000/SelfAttention/([qkvo])': r'attention/\1/kernel',
-        f'layer_000/{NORM}': 'pre_attention_layer_norm/scale',
-        'layer_001/DenseReluDense/(wi|wi_0|wi_1|wo)/kernel': r'mlp/\1/kernel',
-        f'layer_001/{NORM}': 'pre_mlp_layer_norm/scale',
-    },
-    'decoder': {
-        'layer_000/SelfAttention/relative_attention_bias': 'relpos_bias/rel_embedding',
-        'layer_000/SelfAttention/([qkvo])': r'self_attention/\1/kernel',
-        f'layer_000/{NORM}': 'pre_self_attention_layer_norm/scale',
-        'layer_001/EncDecAttention/([qkvo])': r'encoder_decoder_attention/\1/kernel',
-        f'layer_001/{NORM}': 'pre_cross_attention_layer_norm/scale',
-        'layer_002/DenseReluDense/(wi|wi_0|wi_1|wo)/kernel': r'mlp/\1/kernel',
-        f'layer_002/{NORM}': 'pre_mlp_layer_norm/scale',
-    },
-}
-ATTENTION_KERNELS = {'q': 'query', 'k': 'key', 'v': 'value', 'o': 'out'}
+# What turns Mesh-TF's names into those of transformers, in this order: a pattern, and what replaces it.
+RENAMED = (
+    (r'^shared/embedding$', 'shared'),
+    (r'^decoder/logits/kernel$', 'lm_head'),
+    (r'^(encoder|decoder)/rms_norm/', r'\1/final_layer_norm/'),
+    (r'/block_(?=\d{3}/)0{0,2}(\d+)/layer_00(\d)/', r'/block/\1/layer/\2/'),
+    (r'/rms_norm/', '/layer_norm/'),
+    (r'/(kernel|scale)$', ''),
+    (r'/', '.'),
+)
 SLOTS = {'v': 'v', 'vr': 'v_row', 'vc': 'v_col'}  # Adafactor's: Mesh-TF's name and T5X's
 
 TENSORFLOW_DTYPES = {1: np.float32, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16}
@@ -131,21 +114,21 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
     """
     index: dict[str, BundleEntry | np.ndarray] = {}
     faults = []
-    for name, entry in read_bundle_index(prefix).items():
-        path = _t5x_path(name)
+    entries = read_bundle_index(prefix)
+    biases = [name for name in entries if name.endswith('relative_attention_bias')]
+    is_per_layer = not all('/block_000/' in name for name in biases)
+    names = inverse(names_of(is_per_layer))
+    for name, entry in entries.items():
+        path = _t5x_path(name, names)
         if name == 'global_step':
             step = entry.read()
             if step.shape or step.dtype.kind != 'i' or not 0 <= step < 2**31:
                 faults.append(f'global_step {step}')
             index['state/step'] = step.astype(np.int32)
-        elif path is None or path in index:
+        elif not path or path in index:
             faults.append(name)
         else:
             index[path] = entry
-    biases = [path for path in index if '/relpos_bias/' in path]
-    if all('/layers_0/' in path for path in biases):  # then the bias is the stack's
-        for path in biases:
-            index[path.replace('/layers_0', '')] = index.pop(path)
 
     # A parameter that has any slot gets all of T5X's.
     for path in list(index):
@@ -169,26 +152,17 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
     return index
 
 
-def _t5x_path(variable: str) -> str | None:
-    """Return T5X's path of a variable of Mesh-TF; None where T5X has none."""
+def _t5x_path(variable: str, names: Mapping[str, str]) -> str:
+    """Return T5X's path of a variable of Mesh-TF; '' if T5X has none. `names`: {transformers' name: T5X's path}."""
     name, is_slot, slot = variable.partition('_slot_')
-    patterns = NAMES_OUTSIDE_BLOCKS
-    folder = ''
-    in_block = re.fullmatch(r'(encoder|decoder)/block_(\d{3})/(.+)', name)
-    if in_block:
-        stack, block, name = in_block.groups()
-        patterns = NAMES_IN_BLOCK[stack]
-        folder = f'{stack}/layers_{int(block)}/'
-    for pattern, template in patterns.items():
-        match = re.fullmatch(pattern, name)
-        if match:
-            parts = match.expand(template).split('/')
-            path = folder + '/'.join(ATTENTION_KERNELS.get(part, part) for part in parts)
-            if not is_slot:
-                return f'target/{path}'
-            if slot in SLOTS:
-                return f'state/param_states/{path}/{SLOTS[slot]}'
-    return None
+    for pattern, replacement in RENAMED:
+        name = re.sub(pattern, replacement, name)
+    path = translate(name, names)
+    if path and not is_slot:
+        return f'target/{path}'
+    if path and slot in SLOTS:
+        return f'state/param_states/{path}/{SLOTS[slot]}'
+    return ''
 
 
 # TensorBundle: a table of protocol buffers.

@@ -45,6 +45,7 @@ class OpenedCheckpoint(NamedTuple, Generic[Config]):
     leaves: dict[str, Leaf]  # by T5X's path
     config: Config  # None unless known: for Hugging Face's files and merged adapters
     note: str = ''  # an assumption to report, in one line, or ''
+    is_assumed: bool = False  # whether `note` names settings that the shapes do not tell
 
 
 OpenedModel = OpenedCheckpoint[T5Config]  # its parameters are those of the config
@@ -64,14 +65,14 @@ def open_model(
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
     note = opened.note
+    is_assumed = False
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config or _config_beside(directory)
-        has_config = config is not None and not hugging_face.is_single_file(directory)
         if config is None:
             config = config_from_shapes(directory, shapes)
-        shapes_tell = len(config.mlp_activations) == 1 and config.module != hugging_face.SWITCH
-        if not has_config and not shapes_tell:
+            is_assumed = len(config.mlp_activations) > 1 or config.module == hugging_face.SWITCH
+        if is_assumed:
             assumed = f'mlp_activations={config.mlp_activations}'
             if config.options is not None:
                 assumed += f', options={config.options}'
@@ -87,7 +88,7 @@ def open_model(
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     compare(dict(model.shapes(config)), shapes, str(directory))
-    return OpenedModel(directory, opened.leaves, config, note)
+    return OpenedModel(directory, opened.leaves, config, note, is_assumed)
 
 
 def compare(
@@ -119,17 +120,18 @@ def open_checkpoint(
         if directory.suffix != '.safetensors':
             # The other parts are beside the target of the user's link.
             directory = directory.resolve()
-    elif not paths.is_file(directory / 'checkpoint') and not peft.is_folder(directory):
-        hugging_face.check_folder(directory)
+    leaves: dict[str, Leaf] = {}
     if peft.is_folder(directory):
         opened = _open_peft(directory)
-    elif hugging_face.is_single_file(directory) or hugging_face.is_folder(directory):
+    elif hugging_face.is_single_file(directory):
+        leaves = dict(hugging_face.read_single_file(directory))
+        opened = OpenedCheckpoint(directory, leaves, config=None)
+    elif hugging_face.is_folder(directory):
         config, entries, note = hugging_face.read_index(directory, is_encoder=part == 'encoder')
         opened = OpenedCheckpoint(directory, dict(entries), config, note)
     else:
         base = open_base(directory)
         prefix = mesh_tf.find_prefix(directory)
-        leaves: dict[str, Leaf] = {}
         if prefix is not None:
             leaves.update(mesh_tf.read_index(prefix))
         else:
@@ -206,11 +208,9 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
     target = directory.resolve()
     signs = [part for part in f'{directory}/{target}'.split('/') if LONG_T5.search(part)]
     for folder in folders_of(target):
-        for file in checkpoint.list_folder(folder):
-            if file.suffix == '.gin' and paths.is_file(file):
-                text = re.sub('#.*', '', file.read_bytes().decode(errors='replace'))
-                if LONG_T5.search(text):
-                    signs.append(file.name)
+        for file in folder.glob('*.gin'):
+            if LONG_T5.search(re.sub('#.*', '', file.read_bytes().decode(errors='replace'))):
+                signs.append(file.name)
     if signs:
         raise Refused(
             f'{directory}: {signs[0]!r} names a LongT5, whose answers are wrong if it is read as a T5: set '

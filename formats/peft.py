@@ -26,6 +26,7 @@ import paths
 from checkpoint import Leaf
 from formats import hugging_face
 from formats.hugging_face import SafetensorsEntry
+from formats.names import inverse, translate
 from formats.vocabulary import ADAPTER_CONFIG
 from messages import Refused, first_ten
 from model import T5Config
@@ -128,13 +129,15 @@ def read_index(
 
     # Adapters by our paths.
     names = hugging_face.parameter_names(config)
-    of_names = {name: path for path, name in names.items()}
+    paths_of_names = inverse(names)
     found: dict[str, dict[str, SafetensorsEntry]] = {}
     arrays: dict[str, Leaf] = {}
     unknown = []
     for name, entry in entries.items():
         match = ARRAY.fullmatch(name)
-        path = of_names.get(f'{match[1]}.weight', '') if match else ''
+        path = ''
+        if match:
+            path = translate(match[1], paths_of_names)
         if not match or path not in base:
             unknown.append(name)
         elif match[2] in ADAPTERS and path.endswith('/kernel') and len(base[path].shape) == 2:
@@ -151,7 +154,7 @@ def read_index(
         raise Refused(f'{file} has {found_names}, not adapters of a matrix of its base: {MERGE}')
 
     for path, adapters in found.items():
-        module = names[path].removesuffix('.weight')
+        module = translate(path, names)
         rank = _setting(folder, settings, 'r', 'rank_pattern', module)
         alpha = _setting(folder, settings, 'lora_alpha', 'alpha_pattern', module)
         kernel = arrays.get(path, base[path])

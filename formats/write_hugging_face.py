@@ -1,7 +1,8 @@
-"""Writing Hugging Face's folders, which transformers opens; hugging_face.py reads them."""
+"""Writing folders for transformers and peft; hugging_face.py and peft.py read them."""
 
 import contextlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
-from formats import hugging_face, own_options
-from formats.vocabulary import files_of
+from formats import hugging_face, own_options, peft
+from formats.names import translate
+from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
 from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
@@ -31,35 +33,45 @@ def write(
     """
     settings = _settings(config)
     settings['eos_token_id'] = getattr(vocabulary, 'eos_id', EOS_ID)
-    check_names(arrays, hugging_face.parameter_names(config))
+    names = names_of(config, arrays)
+    files: list[list[str]] = [[]]  # the paths of each
+    num_bytes = 0
+    for path, x in arrays.items():
+        size = math.prod(x.shape) * x.dtype.itemsize
+        if files[-1] and num_bytes + size > shard_bytes:
+            files.append([])
+            num_bytes = 0
+        files[-1].append(path)
+        num_bytes += size
     with new_folder(folder) as unfinished:
         write_json(unfinished / 'config.json', settings)
         for name, content in files_of(vocabulary).items():
             (unfinished / name).write_bytes(content)
-        file_names: dict[Path, list[str]] = {}  # {file: its arrays}
+        weight_map: dict[str, str] = {}
         total_size = 0
-        for shard in _shards(config, arrays, shard_bytes):
-            file = unfinished / f'{len(file_names)}.safetensors'  # until their number is known
-            save_arrays(file, shard)
-            file_names[file] = list(shard)
+        for i, paths_of_file in enumerate(files, start=1):
+            file_name = f'model-{i:05}-of-{len(files):05}.safetensors'
+            if len(files) == 1:
+                file_name = hugging_face.WEIGHTS
+            shard: dict[str, np.ndarray] = {}
+            for path in paths_of_file:
+                shard |= _named_arrays(path, names[path], arrays[path])
+            save_arrays(unfinished / file_name, shard)
+            weight_map |= dict.fromkeys(shard, file_name)
             total_size += sum(x.nbytes for x in shard.values())
-        num_files = len(file_names)
-        if num_files == 1:
-            file.rename(unfinished / hugging_face.WEIGHTS)
-        else:
-            weight_map: dict[str, str] = {}
-            for i, (file, names) in enumerate(file_names.items(), start=1):
-                file = file.rename(unfinished / f'model-{i:05}-of-{num_files:05}.safetensors')
-                weight_map |= dict.fromkeys(names, file.name)
+        if len(files) > 1:
             index = {'metadata': {'total_size': total_size}, 'weight_map': weight_map}
             write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
 
 
-def check_names(paths_of_ours: Iterable[str], names: Mapping[str, str]) -> None:
-    """Raise Refused if `names`, {our path: transformers' name}, lacks a path."""
-    unknown = sorted(set(paths_of_ours) - names.keys())
+def names_of(config: model.T5Config, paths_of_ours: Iterable[str]) -> dict[str, str]:
+    """Return {our path: transformers' name without .weight}. Raise Refused for a path without one."""
+    table = hugging_face.parameter_names(config)
+    names = {path: translate(path, table) for path in paths_of_ours}
+    unknown = [path for path in sorted(names) if not names[path]]
     if unknown:
         raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
+    return names
 
 
 @contextlib.contextmanager
@@ -91,7 +103,7 @@ def _settings(config: model.T5Config) -> dict:
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
-    names = {x.mlp_activations: name for name, x in hugging_face.FEED_FORWARDS.items()}
+    names = {x: name for name, x in hugging_face.FEED_FORWARDS.items()}
     options = own_options.as_dict(config.options)
     is_known = activations in names
     if config.module == hugging_face.SWITCH:
@@ -132,7 +144,7 @@ def _settings(config: model.T5Config) -> dict:
         **sizes,
         'dropout_rate': config.dropout_rate,
         'feed_forward_proj': name,
-        'dense_act_fn': hugging_face.FEED_FORWARDS[name].dense_act_fn,
+        'dense_act_fn': hugging_face.DENSE_ACT_FNS[activations[0]],
         'is_gated_act': len(activations) > 1,
         'tie_word_embeddings': config.logits_via_embedding,
         'is_encoder_decoder': True,
@@ -141,29 +153,78 @@ def _settings(config: model.T5Config) -> dict:
     }
 
 
-def _shards(
+def _named_arrays(path: str, name: str, leaf: checkpoint.Leaf) -> dict[str, np.ndarray]:
+    """Return {transformers' name: array} of a parameter: of one array, or of one for each expert."""
+    x = np.asarray(checkpoint.read_leaf(leaf))
+    named = {f'{name}.weight': x}
+    if x.ndim == 3:
+        start, end = name.split('.experts.')
+        named = {f'{start}.experts.expert_{i}.{end}.weight': matrix for i, matrix in enumerate(x)}
+    for name, matrix in named.items():
+        if hugging_face.is_transposed(path):
+            named[name] = hugging_face.transpose(matrix)
+        else:
+            named[name] = np.ascontiguousarray(matrix)
+    return named
+
+
+# Adapters.
+
+
+def write_peft(
+    folder: str | paths.AnyPath,
     config: model.T5Config,
-    arrays: Mapping[str, checkpoint.Leaf],
-    shard_bytes: int,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield {Hugging Face's name: array} of each file, in the order of `arrays`."""
-    names = hugging_face.parameter_names(config)
-    shard: dict[str, np.ndarray] = {}
-    num_bytes = 0
-    for path in arrays:
-        x = np.asarray(checkpoint.read_leaf(arrays[path]))
-        by_name = {names[path]: x}
-        if x.ndim == 3:  # experts, stored one by one
-            start, end = names[path].split('.experts.')
-            by_name = {f'{start}.experts.expert_{i}.{end}': matrix for i, matrix in enumerate(x)}
-        for name, matrix in by_name.items():
-            if shard and num_bytes + matrix.nbytes > shard_bytes:
-                yield shard
-                shard = {}
-                num_bytes = 0
-            num_bytes += matrix.nbytes
-            if hugging_face.is_transposed(path):
-                shard[name] = hugging_face.transpose(matrix)
-            else:
-                shard[name] = np.ascontiguousarray(matrix)
-    yield shard
+    kernels: Mapping[str, tuple[checkpoint.Leaf, checkpoint.Leaf]],
+    prompt: checkpoint.Leaf | None,
+    base: str,
+) -> None:
+    """Write a new folder that peft opens: all or nothing.
+
+    `config`: of the model with `kernels`, {our path of a kernel: (lora_a, lora_b)}, of one rank, or with a `prompt`;
+    `base`: the path or name of the base.
+    """
+    settings: dict = {
+        'base_model_name_or_path': base,
+        'inference_mode': True,
+        'task_type': 'SEQ_2_SEQ_LM',
+    }
+    arrays = {}
+    if prompt is not None:
+        arrays[peft.PROMPT_NAME] = np.asarray(checkpoint.read_leaf(prompt))
+        settings |= {
+            'peft_type': peft.PROMPT_TUNING,
+            'num_virtual_tokens': len(arrays[peft.PROMPT_NAME]),
+            'num_transformer_submodules': 1,
+            'token_dim': config.emb_dim,
+        }
+    else:
+        modules = names_of(config, kernels)
+        for path, (lora_a, lora_b) in kernels.items():
+            for name, leaf in (('lora_A', lora_a), ('lora_B', lora_b)):
+                x = np.asarray(checkpoint.read_leaf(leaf))
+                full_name = f'base_model.model.{modules[path]}.{name}.weight'
+                arrays[full_name] = hugging_face.transpose(x)
+        alpha = config.lora_alpha
+        settings |= {
+            'peft_type': peft.LORA,
+            'r': config.lora_rank,
+            'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
+            'lora_dropout': 0.0,
+            'bias': 'none',
+            'target_modules': _targets(config, sorted(modules.values())),
+        }
+    with new_folder(folder) as unfinished:
+        write_json(unfinished / ADAPTER_CONFIG, settings)
+        save_arrays(unfinished / peft.WEIGHTS, arrays)
+
+
+def _targets(config: model.T5Config, modules: list[str]) -> list[str]:
+    """Return peft's target_modules for these modules: the ends of their names, such as q, if they suffice."""
+    ends = sorted({module.rpartition('.')[2] for module in modules})
+    table = hugging_face.parameter_names(config)
+    matched = []
+    for path in model.shapes(config):
+        module = translate(path, table)
+        if path.endswith('/kernel') and module.rpartition('.')[2] in ends:
+            matched.append(module)
+    return ends if sorted(matched) == modules else modules

@@ -15,7 +15,7 @@ import formats.open
 import model
 import paths
 from configs.check import read_stored
-from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
+from formats import hugging_face, own_model, peft, write_hugging_face
 from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, kept_files, stored_data
 from messages import Refused, first_ten
 from modes import process, topology
@@ -92,7 +92,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
             f'--format=peft: {opened.directory} has more than the adapters of one kind, {first_ten(others)}: use '
             '--format=t5x, or --format=hf'
         )
-    write_peft.write(target, config, kernels, prompt, base)
+    write_hugging_face.write_peft(target, config, kernels, prompt, base)
     if not hugging_face.is_folder(paths.to_path(base)):
         logging.warning(
             '%s is not a folder of transformers: for peft write it as one with --mode=convert --from=%s --to=FOLDER '

@@ -222,7 +222,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     )
     if request.output_dir:
         check_output(job)
-    if 'mlp_activations' in opened.note:  # `load`, which is given the config, says all else
+    if opened.is_assumed:  # `load`, which is given the config, says all else
         logging.warning(opened.note)
     return job
 

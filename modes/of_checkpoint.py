@@ -70,7 +70,7 @@ def with_restored_sizes(
                 taken = list(SIZES)
             # The config decides about an activation that shapes do not tell.
             is_gated = len(found['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
-            if is_gated and 'mlp_activations' in opened.note:
+            if is_gated and opened.is_assumed:
                 found['mlp_activations'] = config.model.mlp_activations
         if not re.fullmatch(restore.only, 'target/token_embedder/embedding'):
             taken = [name for name in taken if name not in OF_VOCABULARY]

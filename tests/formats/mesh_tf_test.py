@@ -167,38 +167,13 @@ def test_a_bundle_of_ours_comes_back(tmp_path, compress):
     assert_same(found, arrays)
 
 
-def test_variables_get_the_names_of_t5x(tmp_path):
-    arrays = mesh_tf_variables()
-    found = read_all(bundle(tmp_path / 'model.ckpt-1000000', arrays))
-    params = checkpoint.parameters(found)
-    assert checkpoint.shapes(params) == model.shapes(SMALLEST)
-    assert len(found) == 1 + 5 * len(params)  # four slots each
-    assert (found['state/step'].dtype, found['state/step'].shape) == (np.int32, ())
-    assert found['state/step'] == 1_000_000
-    block = 'decoder/block_000/layer_001/EncDecAttention/'
-    cross = found['target/decoder/layers_0/encoder_decoder_attention/out/kernel']
-    assert_same({'': cross}, {'': arrays[block + 'o']})
-    zeros = np.zeros(1, np.float32)
-
-    def slots(parameter):
-        names = ('m', 'v', 'v_row', 'v_col')
-        return {name: found[f'state/param_states/{parameter}/{name}'] for name in names}
-
-    name = 'encoder/block_000/layer_001/layer_norm/scale_slot_v'
-    expected = dict.fromkeys(('m', 'v_row', 'v_col'), zeros) | {'v': arrays[name]}
-    assert_same(slots('encoder/layers_0/pre_mlp_layer_norm/scale'), expected)
-    name = 'encoder/block_000/layer_001/DenseReluDense/wi_0/kernel_slot_v'
-    expected = {'m': zeros, 'v': zeros, 'v_row': arrays[name + 'r'], 'v_col': arrays[name + 'c']}
-    assert_same(slots('encoder/layers_0/mlp/wi_0/kernel'), expected)
-
-
 def test_factored_slots_are_those_of_our_optimizer(tmp_path):
     """Means of the same squared gradients, of the dimensions that Mesh-TF and ours reduce."""
     rng = np.random.default_rng(1)
     grads = {}
     shapes = {'q': (128, 128), 'k': (128, 160), 'v': (160, 128)}
-    for letter, shape in shapes.items():
-        path = f'encoder/layers_0/attention/{mesh_tf.ATTENTION_KERNELS[letter]}/kernel'
+    for name, shape in zip(('query', 'key', 'value'), shapes.values(), strict=True):
+        path = f'encoder/layers_0/attention/{name}/kernel'
         grads[path] = rng.standard_normal(shape).astype(np.float32)
     params = jax.tree.map(np.ones_like, grads)
     adafactor = optimizer.make_optimizer(base.get_config().optimizer, lambda step: 0.1)
@@ -228,7 +203,6 @@ WI = 'decoder/block_010/layer_002/DenseReluDense/wi/kernel'
 NAMES = [
     (BIASES, [f'target/{x}/relpos_bias/rel_embedding' for x in ('decoder', 'encoder')]),
     (UMT5_BIASES, [f'target/encoder/layers_{n}/relpos_bias/rel_embedding' for n in (0, 12)]),
-    ({'decoder/embedding': X}, ['target/decoder/token_embedder/embedding']),
     ({'encoder/rms_norm/scale': X}, ['target/encoder/encoder_norm/scale']),
     ({WI: X}, ['target/decoder/layers_10/mlp/wi/kernel']),
 ]
@@ -364,14 +338,9 @@ def test_an_entry_that_lies_is_refused(tmp_path):
 
 HEADER = proto((1, 3))
 SNAPPY = (
-    '0604616201 00',  # copies from 0 bytes back
     '06 04 6162 01 03',  # before the first byte
-    'ffffffff0f 04 6162 01 02',  # less than it says
-    '05 04 6162 01 02',  # more
     '06 14 6162',  # torn
-    '06 04 6162 02 02',
     'ffffffffffffffffffff01',  # no size
-    '8000',
 )
 
 

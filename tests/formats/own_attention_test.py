@@ -3,19 +3,16 @@
 Training is the same on every mesh; a cache changes no logits, no answers and no beams.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from forms import first_in_ci, first_quick
-from runs import ROOT, run, small_config
+from runs import ROOT, small_config
 from small_models import (
     OWN_SIZES,
     assert_close,
     assert_refused,
-    check_answers,
     check_on_meshes,
     device_beams,
     load_own,
@@ -139,18 +136,6 @@ def test_beams_are_those_of_an_uncached_search(module, options):
         np.testing.assert_allclose(scores, expected_scores, rtol=1e-4)
     unordered, _ = beams(one_device, reorder_cache=lambda cache, parents_bn: cache)
     assert (unordered != expected_tokens).any()
-
-
-@pytest.mark.slow
-@FIRST_IN_CI
-def test_a_run_on_a_mesh_is_opened_and_decodes(corpus, tmp_path, module, options):
-    config = small_config(corpus, steps=8, data_axis=2, model_axis=2)
-    config.mesh.fsdp = 2
-    config.model.update(module=module, options=options, num_heads=8)
-    run(config, tmp_path)
-    t5 = infer.load(tmp_path, mesh=make_mesh(2, 2, 2))
-    assert dataclasses.asdict(t5.config.options) == options
-    check_answers(t5, is_long=False)
 
 
 # What a window sees.

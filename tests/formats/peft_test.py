@@ -16,13 +16,14 @@ import pytest
 from forms import first_quick
 from safetensors.numpy import load_file, save_file
 from small_models import assert_close, assert_refused, random_params, t5_config
+from transformers_folders import SIZES, edit_arrays, edit_json, name_mt5, their_logits, token_batch
 
 import checkpoint
 import formats.open
 import infer
 import model
 import partition
-from formats import own_model, peft, write_hugging_face, write_peft
+from formats import own_model, peft, write_hugging_face
 from formats.vocabulary import find_vocabulary
 from modes import convert
 
@@ -45,19 +46,6 @@ LORAS = {
 }
 GOLDEN_ADAPTERS = {**LORAS, 'prompt': {'num_virtual_tokens': 4}}
 del GOLDEN_ADAPTERS['one_module']
-SIZES = {
-    'vocab_size': 96,
-    'dtype': 'float32',
-    'emb_dim': 16,
-    'num_heads': 2,
-    'num_encoder_layers': 2,
-    'num_decoder_layers': 2,
-    'head_dim': 6,
-    'mlp_dim': 24,
-    'mlp_activations': ('gelu', 'linear'),
-    'logits_via_embedding': False,
-    'relpos_bias_per_layer': False,
-}
 MODELS = {
     't5': {'mlp_activations': ('relu',), 'logits_via_embedding': True},
     't5_1_1': {},
@@ -66,42 +54,13 @@ MODELS = {
 }
 
 
-def token_batch(vocab_size, rows=3, inputs=13, targets=7):
-    """Rows of several lengths, T5X's features."""
-    rng = np.random.default_rng(1)
-    encoder = rng.integers(2, vocab_size, [rows, inputs], np.int32)
-    encoder[0, 4:] = 0
-    decoder = rng.integers(2, vocab_size, [rows, targets], np.int32)
-    shifted = np.pad(decoder, [(0, 0), (1, 0)])[:, :-1]
-    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
-    return dict(zip(names, (encoder, shifted, decoder), strict=True))
-
-
 def write_base(folder, name):
     """A folder of transformers with random parameters."""
     config = t5_config(**SIZES | MODELS[name])
     write_hugging_face.write(folder, config, random_params(config))
     if name == 'mt5':
-        architectures = ['MT5ForConditionalGeneration']
-        edit_json(folder / 'config.json', model_type='mt5', architectures=architectures)
+        name_mt5(folder)
     return config
-
-
-def edit_json(file, **changes):
-    """Changes some keys; None removes one."""
-    content = json.loads(file.read_text()) | changes
-    for key, value in changes.items():
-        if value is None:
-            del content[key]
-    file.write_text(json.dumps(content))
-
-
-def edit_arrays(folder, **changes):
-    """Changes some arrays, '__' in a name standing for '.'; None removes one."""
-    changes = {name.replace('__', '.'): x for name, x in changes.items()}
-    arrays = load_file(folder / peft.WEIGHTS) | changes
-    arrays = {name: x for name, x in arrays.items() if x is not None}
-    save_file(arrays, folder / peft.WEIGHTS, {'format': 'pt'})
 
 
 # Golden folders.
@@ -122,14 +81,6 @@ def at_the_base(monkeypatch):
 def test_the_logits_of_peft(name, golden_logits, at_the_base):
     t5 = infer.load(GOLDEN / name)
     assert_close(t5.logits(token_batch(384)), golden_logits[name], TOLERANCE)
-
-
-@pytest.mark.slow
-def test_the_folders_differ(golden_logits):
-    base = infer.load(FOLDER / 'hf_t5_1_1').logits(token_batch(384))
-    for name in golden_logits:
-        difference = np.abs(golden_logits[name] - base).max()
-        assert difference > 1e-2 * np.abs(base).max(), name
 
 
 @pytest.mark.slow
@@ -177,18 +128,15 @@ def copies(tmp_path, at_the_base):
 
 SETTINGS = [
     ({'peft_type': 'IA3'}, "peft_type='IA3'"),
-    ({'peft_type': None}, 'peft_type=None'),
     ({'use_qalora': True}, 'use_qalora=True'),
     ({'trainable_token_indices': [1, 2]}, 'trainable_token_indices=[1, 2]'),
     ({'a_new_one': {'x': 1}}, "a_new_one={'x': 1}"),
     ({'init_lora_weights': 'pissa_niter_4'}, "init_lora_weights='pissa_niter_4'"),
-    ({'base_model_name_or_path': None}, 'base_model_name_or_path='),
     ({'base_model_name_or_path': 'google/t5-v1_1-small'}, "base_model_name_or_path='google/t5-v1_1-small'"),
     ({'base_model_name_or_path': 'peft/dora'}, "base_model_name_or_path='peft/dora'"),
     ({'base_model_name_or_path': 't5x_t5_1_0_tiny/checkpoint_0'}, 'adapter_model.safetensors'),
     ({'r': 3}, 'SelfAttention.q'),
     ({'r': 0}, 'r=0'),
-    ({'r': 2.5}, 'r=2.5'),
     ({'lora_alpha': 'x'}, "lora_alpha='x'"),
     ({'rank_pattern': {'q': 4}}, 'SelfAttention.q'),
     ({'alpha_pattern': {'q': -1}}, "alpha_pattern['q']=-1"),
@@ -220,12 +168,12 @@ def test_settings_and_arrays_that_are_not_read(copies, tmp_path):
         (folder / 'adapter_config.json').write_bytes(settings)
     arrays = (folder / peft.WEIGHTS).read_bytes()
     for changes, name in ARRAYS:
-        edit_arrays(folder, **changes)
+        edit_arrays(folder / peft.WEIGHTS, **changes)
         assert_refused(opening, name)
         (folder / peft.WEIGHTS).write_bytes(arrays)
     # save_embedding_layers of peft writes the token table of the base.
     table = load_file(FOLDER / 'hf_t5_1_1/model.safetensors')['shared.weight']
-    edit_arrays(folder, base_model__model__shared__weight=table)
+    edit_arrays(folder / peft.WEIGHTS, base_model__model__shared__weight=table)
     assert opening().config.vocab_size == len(table)
     # The lm_head of a tied base is its token table.
     write_base(tmp_path / 'tied', 't5')
@@ -267,7 +215,7 @@ def write_lora(folder, config, params, base):
         if path.endswith('/lora_a'):
             scope = path.removesuffix('/lora_a')
             kernels[f'{scope}/kernel'] = (params[path], params[f'{scope}/lora_b'])
-    write_peft.write(folder, config, kernels, None, str(base))
+    write_hugging_face.write_peft(folder, config, kernels, None, str(base))
 
 
 @pytest.mark.parametrize('targets, expected', [
@@ -316,19 +264,6 @@ def adapt(base, lora):
         if x.requires_grad:  # also what begins as the base has it, such as the lengths of DoRA
             x.data += torch.randn(x.shape) * 0.1
     return adapted
-
-
-def their_logits(module, batch):
-    import torch
-
-    inputs = torch.tensor(batch['encoder_input_tokens']).long()
-    shifted = torch.tensor(batch['decoder_input_tokens']).long()
-    with torch.no_grad():
-        mask = (inputs > 0).long()
-        module = module.eval()
-        return module(
-            input_ids=inputs, attention_mask=mask, decoder_input_ids=shifted
-        ).logits.numpy()
 
 
 def write_golden():
@@ -397,7 +332,9 @@ def test_peft_reads_a_prompt_as_we_do(with_peft, tmp_path, name):
     base = write_base(tmp_path / 'base', name)
     config = own_model.as_family(base, 'prompt_tuning', {'length': 5})
     params = random_params(config) | random_params(base)
-    write_peft.write(tmp_path / 'prompt', config, {}, params[peft.PROMPT], str(tmp_path / 'base'))
+    write_hugging_face.write_peft(
+        tmp_path / 'prompt', config, {}, params[peft.PROMPT], str(tmp_path / 'base')
+    )
     batch = token_batch(96)
     ours = infer.T5(config, params, partition.make_mesh(data=1)).logits(batch)
     theirs = their_logits(reopened(with_peft, tmp_path / 'base', tmp_path / 'prompt'), batch)
