@@ -47,6 +47,7 @@ class OpenedCheckpoint(NamedTuple, Generic[Config]):
     leaves: dict[str, Leaf]  # by T5X's path
     config: Config  # None unless known: for Hugging Face's files and merged adapters
     note: str = ''  # an assumption to report, in one line, or ''
+    is_assumed: bool = False  # whether the config's activations are: shapes do not tell them
 
 
 OpenedModel = OpenedCheckpoint[T5Config]  # its parameters are those of the config
@@ -66,6 +67,7 @@ def open_model(
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
     note = opened.note
+    is_assumed = False
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
         config = opened.config or _config_beside(directory)
@@ -73,7 +75,8 @@ def open_model(
         if config is None:
             config = config_from_shapes(directory, shapes)
         shapes_tell = len(config.mlp_activations) == 1 and config.module != hugging_face.SWITCH
-        if not has_config and not shapes_tell:
+        is_assumed = not has_config and not shapes_tell
+        if is_assumed:
             assumed = f'mlp_activations={config.mlp_activations}'
             if config.options is not None:
                 assumed += f', options={config.options}'
@@ -89,7 +92,7 @@ def open_model(
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     compare(dict(model.shapes(config)), shapes, str(directory))
-    return OpenedModel(directory, opened.leaves, config, note)
+    return OpenedModel(directory, opened.leaves, config, note, is_assumed)
 
 
 def compare(

@@ -23,11 +23,15 @@ import paths
 import tasks.open
 from checkpoint import MANIFEST
 from configs import check
-from formats import own_model, own_options
 from messages import Refused, first_ten
 from model import T5Config
 from modes import command_line, process
-from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
+from modes.of_checkpoint import (
+    check_rows,
+    settings_and_model,
+    settings_of,
+    vocabulary_of_checkpoint,
+)
 from paths import AnyPath
 from randomness import digest
 from run import checks, results, task_metrics, workdir
@@ -68,20 +72,7 @@ def prepare(
     """Return an evaluation with `config`, or with `changes` of the settings of the run."""
     if not checkpoint:
         raise Refused('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
-    names_model = config is not None
-    if config is None:
-        path = paths.to_path(checkpoint)
-        config = settings_of(path, changes)
-        check.check(config)
-        names_model = changes_model(path, changes)
-        if names_model and config.model.module and 'model.module' not in changes:
-            directory = formats.open.open_checkpoint(path).directory
-            config.model.module = own_model.module_of(directory, config.model.module)
-    model_config = None
-    if names_model:
-        model_config = own_model.load(config.model)
-        options = own_options.as_dict(model_config.options)  # typed, and all of them
-        check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
+    config, model_config = settings_and_model(paths.to_path(checkpoint), config, changes)
     return CheckpointEvaluation(config, checkpoint, output_dir, step, split, watch, model_config)
 
 

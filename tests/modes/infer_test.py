@@ -194,7 +194,7 @@ def test_examples_are_tokenized_once(tmp_path, loaded, monkeypatch):
 
     monkeypatch.setattr(vocabularies.ByteVocabulary, 'encode_as_arrays', counted)
     do(input=str(file), score=True, output_dir=str(tmp_path / 'out'))
-    assert tokenized == [example[name] for name in ('inputs', 'targets') for example in content]
+    assert tokenized == [example[name] for example in content for name in ('inputs', 'targets')]
 
 
 def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys):
@@ -606,7 +606,7 @@ def test_results_of_a_model_that_was_exchanged_are_not_taken(tmp_path, loaded):
 
 
 def test_a_shard_is_written_by_one_process(tmp_path, loaded, questions):
-    with lock(tmp_path / '.lock-00000-of-00001', 'the shard', 'wait for it'):
+    with lock(tmp_path / '.lock-1-of-1', 'the shard', 'wait for it'):
         with pytest.raises(Refused, match='shard 1/1'):
             do(input=questions, output_dir=str(tmp_path))
 
@@ -651,7 +651,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(
 
 BAD_LINES = {
     'a.txt': ('one\n\nthree', 'line 2 of {file}'),
-    'b.txt': ('', '{file}'),
+    'b.txt': ('', 'b '),
     'c.txt': (b'one\n\xff', 'line 2 of {file}'),
     'd.jsonl': ('{"inputs": "a"}\n{', 'line 2 of {file}'),
     'e.jsonl': ('[1]', 'line 1 of {file}'),
@@ -710,7 +710,7 @@ REFUSED = [
     ({'num_shards': 2, 'output_dir': 'x', 'input': '-'}, {}, '--shard=1/2'),
     ({'input': '-'}, {'data.kind': 'parquet'}, '--input=-'),
     ({'input': 'QUESTIONS', 'fields': ('id',)}, {}, "'id'"),
-    ({'input': 'TEXT', 'score': True}, {}, '--score'),
+    ({'input': 'TEXT', 'score': True}, {}, "field 'targets'"),
     ({}, {'data.task': 'text'}, "data.task='text'"),
     ({}, {'data.task': 'sums'}, 'test'),
     (ONE, {'decode.top_k': 3}, 'top_k=3'),
