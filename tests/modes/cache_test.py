@@ -6,9 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent import futures
 
 import chex
 import data_sets
@@ -24,7 +22,6 @@ import tasks.open
 import vocabulary as vocabularies
 from messages import Refused
 from modes import cache, command_line, errors
-from run.lock import alone_in
 from sources import cache as task_cache
 from stream import Stream
 
@@ -319,26 +316,6 @@ def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
             ours = [[x[name].tolist() for name in features] for x in read(folder, split)]
             assert sorted(found) == sorted(ours)
             assert task.get_cached_stats(split)['examples'] == len(ours)
-
-
-def test_parts_may_begin_and_end_at_the_same_moment(tmp_path, expected):
-    """All write the same files about the whole cache."""
-    config = cache_config(tmp_path, task='my:sums', use_cached='no')
-    vocabulary = vocabularies.ByteVocabulary(100)
-    task = cache.open_task(tasks.open.find(config), config, vocabulary)
-    for number in range(4):
-        folder = tmp_path / f'{number}'
-        barrier = threading.Barrier(4)
-
-        def prepare(folder=folder, barrier=barrier):
-            barrier.wait()
-            with alone_in(folder):
-                cache.prepare_folder(folder, task, vocabulary)
-
-        with futures.ThreadPoolExecutor(4) as pool:
-            for part in [pool.submit(prepare) for _ in range(4)]:
-                part.result()
-        assert {path.name for path in folder.iterdir()} == {'.lock', '.progress', 'cache.json'}
 
 
 def test_other_fields_of_an_example_are_cached_too(tmp_path, in_this_process):

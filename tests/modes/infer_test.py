@@ -37,9 +37,8 @@ import infer
 import vocabulary as vocabularies
 from configs import check
 from messages import Refused
-from modes import convert, infer_input, process
-from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
+from modes import infer_input, process
 from run.lock import lock
 from run.train_vocabulary import train_vocabulary
 
@@ -180,21 +179,6 @@ def test_answers_are_those_of_generate_and_in_the_order_of_the_lines(
     assert [line['prediction'] for line in found] == expected
     do(input=str(file))
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
-
-
-def test_examples_are_tokenized_once(tmp_path, loaded, monkeypatch):
-    """What is wrong with one of them is found before anything is computed, and yet."""
-    file, content = write_examples(tmp_path)
-    tokenized = []
-    encode = vocabularies.ByteVocabulary.encode_as_arrays
-
-    def counted(self, texts, **options):
-        tokenized.extend(texts)
-        return encode(self, texts, **options)
-
-    monkeypatch.setattr(vocabularies.ByteVocabulary, 'encode_as_arrays', counted)
-    do(input=str(file), score=True, output_dir=str(tmp_path / 'out'))
-    assert tokenized == [example[name] for example in content for name in ('inputs', 'targets')]
 
 
 def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys):
@@ -458,27 +442,6 @@ def test_a_kill_at_any_change_of_a_file_changes_nothing(
     assert step - 1 > least_kills
 
 
-def test_a_kill_between_two_batches(tmp_path, loaded, questions, small_chunks, monkeypatch):
-    """Nothing is left that has the name of the results, and the same command makes all of them."""
-    request = {'input': questions, 'score': True}
-    do(**request, output_dir=str(tmp_path / 'whole'))
-    score_batch = infer.score_batch
-    folder = tmp_path / 'out'
-
-    def dying(t5, examples, num_rows):
-        if examples[0].number >= 16:
-            raise Killed
-        return score_batch(t5, examples, num_rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(infer, 'score_batch', dying)
-        with pytest.raises(Killed):
-            do(**request, output_dir=str(folder))
-    assert not list(folder.glob('questions-*'))
-    do(**request, output_dir=str(folder))
-    assert contents(folder) == contents(tmp_path / 'whole')
-
-
 @pytest.mark.parametrize('num_shards', [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_shards(tmp_path, loaded, computed, num_shards):
     """Each has every n-th example, of fewer examples than shards some have none."""
@@ -619,34 +582,6 @@ def test_a_folder_that_may_not_be_written_is_named_before_the_model_is_read(open
         folder = str(open_path / name)
         with pytest.raises(Refused, match=folder), another_user():
             do(checkpoint=checkpoint, input=str(open_path / 'a.txt'), output_dir=folder)
-
-
-def test_a_full_disk_is_named_and_the_same_command_goes_on(
-    tmp_path, loaded, questions, small_chunks, monkeypatch
-):
-    """At any write."""
-    request = {'input': questions, 'score': True}
-    do(**request, output_dir=str(tmp_path / 'whole'))
-    folder = tmp_path / 'out'
-    fsync = os.fsync
-    full = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
-    for num_writes in range(20):
-        writes = itertools.count()
-
-        def write(descriptor, writes=writes, num_writes=num_writes):
-            if next(writes) >= num_writes:
-                full.write(b'a')
-            fsync(descriptor)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, 'fsync', write)
-            try:
-                do(**request, output_dir=str(folder))
-                break
-            except OSError as error:
-                assert str(folder) in str(error)
-    assert num_writes > 1
-    assert contents(folder).items() >= contents(tmp_path / 'whole').items()
 
 
 BAD_LINES = {
@@ -908,12 +843,3 @@ def test_encoding_with_a_checkpoint_that_has_no_decoder(tmp_path, t5):
     outputs, mask = t5.encode(['one', 'two words'])
     for i in range(2):
         assert_close(found['embeddings'][i], outputs[i, mask[i]].mean(axis=0), 1e-5)
-
-
-def test_an_encoder_is_no_model_that_answers(tmp_path):
-    encoder = write_encoder(tmp_path)
-    with pytest.raises(Refused, match=str(encoder)):
-        evaluate_mode.prepare(None, {'data.task': 'x'}, checkpoint=str(encoder))
-    with pytest.raises(Refused, match=str(encoder)):
-        convert.convert_checkpoint(encoder, tmp_path / 'to', 't5x')
-    assert not (tmp_path / 'to').exists()

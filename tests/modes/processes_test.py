@@ -109,16 +109,6 @@ def test_the_others_stop_when_a_process_is_lost(name, number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', first_in_ci(['SIGKILL', 'SIGSTOP']))
-def test_the_others_stop_when_process_0_is_lost(name, tmp_path):
-    """JAX ends them, with its own message."""
-    statuses, seconds, errors = run_three(tmp_path, 0, name, heartbeat=4)
-    assert statuses == [-signal.SIGKILL, -signal.SIGABRT, -signal.SIGABRT]
-    assert seconds < 4 + 5
-    assert all('JAX distributed service detected fatal errors' in x for x in errors[1:])
-
-
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_process_that_holds_the_interpreter_is_alive(tmp_path):
     statuses, seconds, errors = run_three(tmp_path, 0, 'hold', heartbeat=20)
