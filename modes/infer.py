@@ -22,6 +22,7 @@ Source: T5X t5x/infer.py. Differs from T5X: an integer is written as one, not as
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -45,10 +46,8 @@ import model
 import partition
 import paths
 import user_code
-from decode import Decoding
 from formats import own_model
 from messages import Refused, first_ten
-from model import T5Config
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
 from randomness import digest
@@ -58,7 +57,6 @@ from run.console import describe_trimming
 from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, check_split, read_split
 from run.lock import lock
-from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.
@@ -69,8 +67,9 @@ MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
     part, num_parts = command_line.parse_shard(flags.shard)
     values = command_line.values_of_mode() | {'shard': part, 'num_shards': num_parts}
+    values['fields'] = tuple(flags.fields)
     signals.advice = 'the same command makes the unfinished file again'
-    job = prepare(Request(**values), config, command_line.changes())
+    job = Job(Request(**values), config, command_line.changes())
     signals.begin_work()
     if job.is_prompt:
         t5 = load(job)
@@ -100,30 +99,55 @@ class Request(NamedTuple):
     num_shards: int = 1
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass
+class Part:
     """The examples of one task or file that are in the shard, or those of one file of encodings."""
 
     name: str
-    examples: list[infer.Example]
-    written: list[dict]  # the fields of each example that its line has
-    num_examples: int  # all shards together
-    num_trimmed: int
-    digest: str  # a hash of what is predicted and written, of all shards
+    examples: list[infer.Example] = dataclasses.field(default_factory=list)
+    written: list[dict] = dataclasses.field(default_factory=list)  # the fields that a line has
+    num_examples: int = 0  # all shards together
+    num_trimmed: int = 0
+    digest: str = ''  # a hash of what is predicted and written, of all shards
 
 
-class Job(NamedTuple):
-    """Everything that `infer_all` needs, checked."""
+class Job:
+    """Everything that `infer_all` needs, checked before the parameters are read. Writes nothing.
 
-    request: Request
-    config: ConfigDict
-    opened: formats.open.OpenedModel
-    named_model: T5Config | None  # None for the checkpoint's own
-    vocabulary: Vocabulary
-    decoding: Decoding
-    is_prompt: bool
-    messages: list[str]  # on examples that were cut or left out
-    text_ids: np.ndarray | None = None
-    parts: Iterable[Part] = ()  # the lines of standard input that are there together are one
+    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
+    else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
+    """
+
+    def __init__(self, request: Request, config: ConfigDict | None, changes: Mapping):
+        check_request(request)
+        self.request = request
+        self.is_prompt = asks_for_prompt(request, changes)
+        directory = formats.open.checkpoint_folder(request.checkpoint, request.step)
+        # `named_model` is None for the checkpoint's own.
+        self.config, self.named_model = settings_and_model(directory, config, changes)
+        if config is None and request.input:  # the run's describe its own files
+            self.config.data.kind = changes.get('data.kind', '')
+            self.config.data.delimiter = changes.get('data.delimiter', '')
+        self.opened = formats.open.open_model(
+            directory, self.named_model, part=MODEL_PART[request.encode]
+        )
+        self.vocabulary = vocabulary_of_checkpoint(self.opened.directory, self.config.data)
+        vocab_size = self.opened.config.vocab_size
+        check_rows(self.vocabulary, self.opened.directory, vocab_size)
+        model.check_mesh(self.opened.config, partition.make_mesh(**self.config.mesh))
+        settings = self.config.decode
+        self.decoding = decoding_of(settings, self.vocabulary)
+        infer.words_of(self.decoding, self.vocabulary, vocab_size)
+        if settings.top_k > vocab_size:
+            raise Refused(f'decode.top_k={settings.top_k}: must be at most {vocab_size}')
+        self.messages: list[str] = []  # on examples that were cut or left out
+        self.parts: Iterable[Part] = ()
+        if request.text is not None:
+            self.text_ids = encode_text(self, request.text, '--text')
+        elif not self.is_prompt:
+            self.parts = parts_of(self)
+        if request.output_dir:
+            check_output(self)
 
     @property
     def mode(self) -> str:
@@ -135,50 +159,6 @@ class Job(NamedTuple):
         if self.config.decode.return_scores:
             return 'predict_with_aux'
         return 'predict'
-
-
-# From the request to a job.
-
-
-def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Job:
-    """Check everything that can be checked before the parameters are read. Writes nothing.
-
-    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
-    else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
-    """
-    check_request(request)
-    is_of_run = config is None
-    directory = formats.open.checkpoint_folder(request.checkpoint, request.step)
-    config, named_model = settings_and_model(directory, config, changes)
-    if is_of_run and request.input:  # the run's describe its own files
-        config.data.kind = changes.get('data.kind', '')
-        config.data.delimiter = changes.get('data.delimiter', '')
-    opened = formats.open.open_model(directory, named_model, part=MODEL_PART[request.encode])
-    vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
-    vocab_size = opened.config.vocab_size
-    check_rows(vocabulary, opened.directory, vocab_size)
-    model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
-    decoding = decoding_of(config.decode, vocabulary)
-    infer.words_of(decoding, vocabulary, vocab_size)
-    if config.decode.top_k > vocab_size:
-        raise Refused(f'decode.top_k={config.decode.top_k}: must be at most {vocab_size}')
-    job = Job(
-        request=request,
-        config=config,
-        opened=opened,
-        named_model=named_model,
-        vocabulary=vocabulary,
-        decoding=decoding,
-        is_prompt=asks_for_prompt(request, changes),
-        messages=[],
-    )
-    if request.text is not None:
-        return job._replace(text_ids=encode_text(job, request.text, '--text'))
-    if not job.is_prompt:
-        job = job._replace(parts=parts_of(job))
-    if request.output_dir:
-        check_output(job)
-    return job
 
 
 def check_request(request: Request) -> None:
@@ -209,9 +189,8 @@ def check_request(request: Request) -> None:
 
 def asks_for_prompt(request: Request, changes: Mapping) -> bool:
     """Return whether nothing is named that could be answered, and somebody is there to type it."""
-    named = bool(request.input or request.split or request.output_dir or request.fields)
-    named |= request.text is not None or request.score or request.encode or request.output_ids
-    if named or 'data.task' in changes or jax.process_count() > 1 or sys.stdin is None:
+    is_named = request._replace(checkpoint='', step='', trim=False) != Request('')
+    if is_named or 'data.task' in changes or jax.process_count() > 1 or sys.stdin is None:
         return False
     return sys.stdin.isatty() and sys.stdout.isatty()
 
@@ -254,10 +233,8 @@ def read(name: str, examples: Iterable[Example], request: Request, first: int = 
 
     `first`: the number of the first one.
     """
-    part = Part(name, examples=[], written=[], num_examples=0, num_trimmed=0, digest='')
+    part = Part(name)
     content = hashlib.blake2b(digest_size=16)
-    num_examples = 0
-    num_trimmed = 0
     for number, example in enumerate(examples, start=first):
         written = selected(example.features(), request.fields)
         content.update(example.inputs.tobytes())
@@ -269,14 +246,13 @@ def read(name: str, examples: Iterable[Example], request: Request, first: int = 
         if number % request.num_shards == request.shard - 1:
             part.examples.append(infer.Example(example.inputs, targets, number))
             part.written.append(written)
-        num_examples += 1
-        num_trimmed += example.is_trimmed
+        part.num_examples += 1
+        part.num_trimmed += example.is_trimmed
         content.update(json.dumps(written, default=results.json_default).encode())
-    if num_examples == 0:
+    if part.num_examples == 0:
         raise Refused(f'{name} has no example: name another split or file')
-    return part._replace(
-        num_examples=num_examples, num_trimmed=num_trimmed, digest=content.hexdigest()
-    )
+    part.digest = content.hexdigest()
+    return part
 
 
 def selected(fields: Mapping, names: Sequence[str]) -> dict:
@@ -311,7 +287,7 @@ def infer_all(job: Job) -> list[str]:
     """
     if job.request.output_dir:
         job.messages.extend(write_files(job))
-    elif job.text_ids is not None:
+    elif job.request.text is not None:
         answer_text(job, load(job), infer.Example(job.text_ids))
     else:
         t5 = load(job)
@@ -457,7 +433,8 @@ def outputs(job: Job) -> dict[Path, Part]:
         number = sum(num_files[: request.shard - 1])
         for start in range(0, len(part.examples), size):
             name = f'{task}-encodings-{number:05}-of-{sum(num_files):05}.safetensors'
-            found[folder / name] = part._replace(examples=part.examples[start : start + size])
+            examples = part.examples[start : start + size]
+            found[folder / name] = dataclasses.replace(part, examples=examples)
             number += 1
     return found
 

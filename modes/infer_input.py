@@ -5,6 +5,7 @@ user says that they may be cut. Source: T5X t5x/infer.py. Imports no jax.
 """
 
 import codecs
+import dataclasses
 import gzip
 import itertools
 import sys
@@ -53,6 +54,7 @@ def with_templates(config: ConfigDict) -> ConfigDict:
     return own
 
 
+@dataclasses.dataclass
 class FileExamples:
     """The lines of a file: JSON objects, rows of a table or of Parquet, or texts that are inputs.
 
@@ -60,16 +62,16 @@ class FileExamples:
     are set, else its fields of that name. Standard input is JSON Lines if it begins with '{', blanks apart.
     """
 
-    def __init__(
-        self,
-        path: str,
-        config: ConfigDict,
-        vocabulary: Vocabulary,
-        needs_targets: bool,
-        trim: bool,
-        fields: Sequence[str] = (),  # read beside those of the templates; 'all' for all
-    ):
-        self.path = path
+    path: str
+    config: ConfigDict  # config.data
+    vocabulary: Vocabulary
+    needs_targets: bool
+    trim: bool
+    fields: Sequence[str] = ()  # read beside those of the templates; 'all' for all
+
+    def __post_init__(self) -> None:
+        path = self.path
+        config = self.config
         self.title = path
         self.kind = config.kind or files.kind_of(path)
         if path == STANDARD_INPUT:
@@ -100,11 +102,6 @@ class FileExamples:
             'targets': Template('data.targets', targets),
         }
         self.text_field = config.text_field if config.inputs else 'inputs'  # of a line of text
-        self.fields = fields
-        self.needs_targets = needs_targets
-        self.trim = trim
-        self.lengths = dict(config.lengths)
-        self.vocabulary = vocabulary
         self.header: list[str] = []  # a table's
         self.has_warned = False
         self.has_more = False  # of standard input: lines that are there and not read
@@ -209,7 +206,7 @@ class FileExamples:
             for name in texts[i]:
                 title = f'the {name} in {self.unit} {number} of {self.title}'
                 whole = next(every_ids)
-                ids[name] = ended(title, whole, name, self.lengths[name], self.trim)
+                ids[name] = ended(title, whole, name, self.config.lengths[name], self.trim)
                 is_trimmed |= len(ids[name]) <= len(whole)
             yield Example(fields[i] | texts[i], ids['inputs'], ids.get('targets'), is_trimmed)
 

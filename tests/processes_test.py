@@ -75,7 +75,7 @@ def requests(folder):
 def infer_into(output_dir, checkpoint, request):
     infer.EXAMPLES_PER_CHUNK = 3
     flags = infer_mode.Request(checkpoint, output_dir=str(output_dir or ''), **request)
-    messages = infer_mode.infer_all(infer_mode.prepare(flags, None, INFER))
+    messages = infer_mode.infer_all(infer_mode.Job(flags, None, INFER))
     print(*messages, sep='\n', file=sys.stderr)
 
 

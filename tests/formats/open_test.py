@@ -535,7 +535,7 @@ def test_added_tokens_without_ids_are_refused_in_every_mode(tmp_path, corpus):
     for vocabulary in ('', str(folder)):
         request = infer_mode.Request(str(folder), text='a <mark> b')
         changes = {'data.vocabulary': vocabulary}
-        assert_refused(partial(infer_mode.prepare, request, None, changes), "'<mark>'")
+        assert_refused(partial(infer_mode.Job, request, None, changes), "'<mark>'")
         config = small_config(corpus)
         config.model.update(emb_dim=32, num_heads=4, head_dim=8, mlp_dim=64)
         config.model.update(num_encoder_layers=2, num_decoder_layers=2)

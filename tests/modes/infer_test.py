@@ -97,7 +97,7 @@ def write_encoder(folder):
 
 
 def do(changes=CHANGES, checkpoint=T5X, **request):
-    job = infer_mode.prepare(infer_mode.Request(str(checkpoint), **request), None, changes)
+    job = infer_mode.Job(infer_mode.Request(str(checkpoint), **request), None, changes)
     return infer_mode.infer_all(job)
 
 
@@ -716,7 +716,7 @@ def test_a_prompt(terminal, t5, capsys):
     no_utf8 = UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'invalid start byte')
     terminal('one', '', ' ', 'a' * 99, KeyboardInterrupt(), no_utf8, '\udcff', 'two words')
     changes = CHANGES | {'decode.beam_size': 2, 'decode.num_return': 2}
-    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes)
+    job = infer_mode.Job(infer_mode.Request(str(T5X)), None, changes)
     assert job.is_prompt
     infer_mode.answer_typed_lines(job, t5)
     captured = capsys.readouterr()
