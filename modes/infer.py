@@ -31,7 +31,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -384,7 +384,7 @@ def results_of(
     def pooled(example: infer.Example, outputs_MD: np.ndarray) -> np.ndarray:
         return outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0, keepdims=True)
 
-    def one_or_all(values: list) -> object:
+    def one_or_all(values: list) -> Any:
         return values[0] if settings.num_return == 1 else values  # the best answer is the first
 
     found = infer.in_batches(compute, part.examples, settings.batch_size, progress)
@@ -397,15 +397,14 @@ def results_of(
         yield safetensors.numpy.save(arrays)
         return
     for written, result in zip(part.written, found, strict=True):
-        line: dict[str, object] = {'inputs': written}
         if request.score:
-            line['score'] = float(result[0])
-        else:
-            line['prediction'] = one_or_all(result.texts)
-        if request.output_ids and not request.score:
+            yield results.as_line({'inputs': written, 'score': float(result[0])}).encode()
+            continue
+        line = {'inputs': written, 'prediction': one_or_all(result.texts)}
+        if request.output_ids:
             ids = [list(itertools.takewhile(bool, tokens)) for tokens in result.tokens]  # as T5X
             line['prediction_tokens'] = one_or_all(ids)
-        if settings.return_scores and not request.score:
+        if settings.return_scores:
             line['aux'] = {'scores': one_or_all(result.scores)}
         yield results.as_line(line).encode()
 

@@ -224,9 +224,7 @@ def examples_of(
         if tokenized is not None:
             examples = tokenized.tokenize([record])
         elif not task.source.is_tokenized:  # else the record of a task cache is one example
-            examples = [
-                Tokenized(record.name, x, {}) for x in task.task.preprocess([record.fields])
-            ]
+            examples = [Tokenized(record.name, texts, {}) for texts in task.texts_of(record)]
         for example in examples:
             lines = ['', record.name]
             for name, value in (example.texts or record.fields).items():

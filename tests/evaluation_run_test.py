@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from permissions import another_user
 from questions import make_config
-from runs import ROOT, damage_line, metrics_of, run
+from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import infer
 import paths
-import tasks
-import tasks.open
 from messages import Refused
 from modes import evaluate as evaluate_mode
 from prepare import prepare
@@ -431,20 +429,6 @@ def test_bad_input_is_refused(evaluated):
             open_evaluation(evaluated, None, **flags, **changes)
 
 
-def test_a_damaged_line_is_named(evaluated, tmp_path):
-    """formats/best_test.py has all kinds of damage."""
-    folder = tmp_path / 'run'
-    for name, step in (('inference_eval/qa-metrics.jsonl', 'last'), ('metrics.jsonl', 'best')):
-        shutil.copytree(evaluated / 'run', folder)
-        damage_line(folder / name, 2, '{"step": 2, "ru')
-        before = files_of(folder)
-        with pytest.raises(Refused) as error:
-            open_evaluation(evaluated, None, step=step, path=folder)
-        assert f'line 2 of {folder / name}' in str(error.value)
-        assert files_of(folder) == before
-        shutil.rmtree(folder)
-
-
 def test_damaged_files_of_a_run(evaluated, tmp_path):
     folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
     good = (folder / 'config.json').read_text()
@@ -485,16 +469,6 @@ def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path
     assert (open_path / 'out/results.csv').exists()
 
 
-def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
-    config = make_config(evaluated).data
-    config.update(files='mine.csv', delimiter=';', validation_split='test')
-    assert tasks.open.settings_of_task(config, 'qa') is config
-    other = tasks.open.settings_of_task(config, 'rank')
-    assert (other.task, other.files, other.delimiter) == ('rank', '', '')
-    assert other.validation_split == ''
-    assert tasks.open.find(other).files.endswith('train.jsonl')
-
-
 def test_the_command_line(evaluated, command_line):
     """Without --config the settings are those of the run."""
     mode = '--mode=evaluate'
@@ -503,17 +477,3 @@ def test_the_command_line(evaluated, command_line):
     assert 'Step 3: rank_by_length is evaluated already' in result.stdout
     with pytest.raises(Refused, match='--checkpoint'):
         evaluate_mode.prepare(None, {}, checkpoint='')
-
-
-@pytest.mark.slow
-def test_a_mesh_gives_the_same_results(evaluated, compiled, tmp_path):
-    open_evaluation(evaluated, compiled, tmp_path / 'one', 'all').run()
-    changes = {'mesh.data': 2, 'mesh.model': 2}
-    open_evaluation(evaluated, None, tmp_path / 'four', 'all', **changes).run()
-    for name in ('qa-000006.jsonl', 'rank-000006.jsonl'):
-        lines = zip(
-            lines_of(tmp_path / 'one', name), lines_of(tmp_path / 'four', name), strict=True
-        )
-        for line, on_four in lines:
-            assert on_four.pop('score', 0) == pytest.approx(line.pop('score', 0), rel=1e-4)
-            assert on_four == line

@@ -2,11 +2,6 @@
 
 import json
 import os
-import pathlib
-import signal
-import subprocess
-import sys
-import time
 
 import chex
 import data_sets
@@ -25,7 +20,6 @@ from modes import cache, command_line, errors
 from sources import cache as task_cache
 from stream import Stream
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_ROWS = 60
 MODULE = """
 from tasks import Mixture, Task, proportional
@@ -266,33 +260,6 @@ def test_parts_that_cannot_be():
     for text in ('', '1', '0/2', '3/2', 'a/b', '1/0', '1/2/3', '-1/2'):
         with pytest.raises(Refused, match=f'--shard={text}: '):
             command_line.parse_shard(text)
-
-
-def command(folder, *more):
-    config = cache_config(folder)
-    flags = [f'--config.data.{name}={config[name]}' for name in ('module', 'task', 'cache_dirs')]
-    program = [sys.executable, str(ROOT / 'main.py'), '--mode=cache']
-    return [*program, '--config=configs/tiny.py', '--config.data.vocabulary=bytes', *flags, *more]
-
-
-@pytest.mark.slow
-def test_a_killed_command_goes_on(tmp_path):
-    """The processes end with the command, and the same command makes the same cache."""
-    write_data(tmp_path)
-    lines = [f'line {i} ' + 'of many words ' * 20 for i in range(150_000)]
-    (tmp_path / 'text.txt').write_text('\n'.join(lines))
-    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
-    folder = tmp_path / 'caches/text'
-    while not list(folder.glob('.progress/train*')):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 143
-    assert not (folder / 'COMPLETED').exists()
-    first = next(folder.glob('.progress/train*')).stem
-    written = (folder / first).stat().st_mtime_ns
-    subprocess.run(command(tmp_path), cwd=ROOT, check=True, capture_output=True)
-    assert (folder / first).stat().st_mtime_ns == written
-    assert texts_of(folder) == sorted(line.strip() for line in lines)
 
 
 @pytest.mark.peers

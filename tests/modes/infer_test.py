@@ -38,7 +38,7 @@ import vocabulary as vocabularies
 from configs import check
 from messages import Refused
 from modes import infer as infer_mode
-from modes import infer_input, process
+from modes import process
 from run.lock import lock
 from run.train_vocabulary import train_vocabulary
 
@@ -442,9 +442,9 @@ def test_a_kill_at_any_change_of_a_file_changes_nothing(
     assert step - 1 > least_kills
 
 
-@pytest.mark.parametrize('num_shards', [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_shards(tmp_path, loaded, computed, num_shards):
-    """Each has every n-th example, of fewer examples than shards some have none."""
+def test_shards(tmp_path, loaded, computed):
+    """Each has every n-th example."""
+    num_shards = 3
     file, content = write_examples(tmp_path)
     request = {'input': str(file), 'score': True, 'fields': ('idx',)}
     do(**request, output_dir=str(tmp_path / 'whole'))
@@ -589,17 +589,13 @@ BAD_LINES = {
     'b.txt': ('', 'b '),
     'c.txt': (b'one\n\xff', 'line 2 of {file}'),
     'd.jsonl': ('{"inputs": "a"}\n{', 'line 2 of {file}'),
-    'e.jsonl': ('[1]', 'line 1 of {file}'),
     'f.jsonl': ('{"input": "a"}', "line 1 of {file}: field 'inputs'"),
-    'g.jsonl': ('{"inputs": ["a"]}', "line 1 of {file}: field 'inputs'"),
     'h.txt': ('a' * 32, 'line 1 of {file}'),
     'i.parquet': ('a', '{file}'),
     'j.csv': ('inputs,b\n1', 'line 2 of {file}'),
-    'k.csv': ('"a\n1', 'line 1 of {file}'),
     'l.tsv': ('a\tb\n1\t2', '{file}'),
     'm.csv': ('inputs,b\n', 'm '),
     'j.txt.gz': (gzip.compress(b'a\n' * 99)[:-9], '{file}'),
-    'k.txt.gz': (b'no gzip', '{file}'),
     '*.none': (None, '{file}'),
 }
 
@@ -623,9 +619,6 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
     assert found[0] == {'inputs': [100] * 31 + [1], 'inputs_pretokenized': 'a' * 99}
     with pytest.raises(Refused, match='--text'):
         do(text='a' * 99)
-    vocabulary = vocabularies.ByteVocabulary()
-    ids = infer_input.encode_text('aaa', vocabulary, length=3, trim=True)
-    assert ids.tolist() == [100, 100, 1]
 
 
 ONE = {'text': 'a'}
