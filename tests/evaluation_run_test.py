@@ -452,10 +452,9 @@ def test_damaged_files_of_a_run(evaluated, tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path, monkeypatch):
     """One that is read-only, and one on a full disk."""
     (open_path / 'there').mkdir(mode=0o555)
-    chosen = evaluate_mode.Chosen(evaluated / 'run', is_run=True, steps=[6])
     for name in ('there', 'there/new/below'):
         with pytest.raises(Refused) as error, another_user():
-            evaluate_mode.output_folder(chosen, str(open_path / name))
+            evaluate_mode.output_folder(evaluated / 'run', str(open_path / name))
         assert str(open_path / name) in str(error.value)
     task = {'infer_eval.task': 'rank'}
     evaluation = open_evaluation(evaluated, compiled, open_path / 'out', 'last', **task)
