@@ -46,7 +46,7 @@ import model
 import partition
 import paths
 import user_code
-from formats import own_model
+from formats import own_model, own_options
 from messages import Refused, first_ten
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
@@ -504,13 +504,16 @@ def check_output(job: Job) -> None:
 def settings_as_json(job: Job) -> dict:
     """Return everything that the results depend on."""
     request = job.request
-    model_settings = own_model.as_settings(job.opened.config)
-    for name, content in own_model.files_of(job.opened.config).items():
-        model_settings |= {'module': '', name: digest([content.decode()])}
+    model_config = job.opened.config
+    model_settings: dict = {'dtype': model_config.dtype}
+    for name, content in own_model.files_of(model_config).items():
+        model_settings[name] = digest([content])
+    if model_config.options is not None:
+        model_settings['options'] = own_options.as_dict(model_config.options)
     decode_settings = job.config.decode.to_dict()
     if decode_settings['module']:
         file = user_code.module_file('decode.module', decode_settings['module'])
-        decode_settings['module'] = digest([file.read_text()])
+        decode_settings['module'] = digest([file.read_bytes()])
     directory = job.opened.directory
     settings = {
         'checkpoint': {'path': str(directory), 'files': formats.open.identity(directory)},
