@@ -272,9 +272,14 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
 
 
 def encode_text(job: Job, text: str, title: str) -> np.ndarray:
-    """Return the ids of a text that is typed."""
+    """Return the ids of a text that is typed, EOS included."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
+    [ids] = job.vocabulary.encode([text], glued_sentinels=True)
     length = job.config.data.lengths.inputs
-    return infer_input.encode_text(text, job.vocabulary, length, job.request.trim, title)
+    return infer_input.ended(f'the words of {title}', ids, 'inputs', length, job.request.trim)
 
 
 # Answers.

@@ -249,15 +249,3 @@ def ended(
             f'{title} have {len(ids) + 1} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
         )
     return np.append(ids[: length - 1], EOS_ID).astype(np.int32)
-
-
-def encode_text(
-    text: str, vocabulary: Vocabulary, length: int, trim: bool, title: str = '--text'
-) -> np.ndarray:
-    """Return the ids of --text, EOS included."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
-    [ids] = vocabulary.encode([text], glued_sentinels=True)
-    return ended(f'the words of {title}', ids, 'inputs', length, trim)
