@@ -52,58 +52,36 @@ config_flags.DEFINE_config_file(
     sys_argv=WORDS,
 )
 FLAGS['config'].parser = READ_CONFIG
-# {flag: (its default, its help)}
-STRINGS: dict[str, tuple[str | None, str]] = {
-    'workdir': (None, 'The folder of the run; runs/NAME if not given.'),
-    'profile': ('', 'FIRST:LAST, such as 10:13: write a trace of these steps to the workdir.'),
-    'from': (None, 'The checkpoint to convert: T5X, Mesh-TF or Hugging Face.'),
-    'to': (None, 'The folder to write it to.'),
-    'shard': ('1/1', 'i/n does part i of n, for n machines with the same command.'),
-    'checkpoint': (None, 'The model: any checkpoint or run that infer.load opens.'),
-    'output_dir': ('', 'The folder of the results; else standard output, or the first run.'),
-    'input': ('', 'A text, JSON Lines, CSV, TSV or Parquet file, - for standard input; else data.task, or a prompt.'),
-    'text': (None, 'One text: its answer is printed.'),
-    'split': ('', 'train, validation or test; else test, infer_eval.split, or the first of a task.'),
-    'step': ('', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.'),
-    'topology': ('', 'The devices to plan for: TPUs, GPUs or cpu:N; else those here.'),
-    'vocabulary': ('', 'Print their ids, too: a SentencePiece model, a folder that has one, or bytes.'),
-    'coordinator_address': (None, 'HOST:PORT, the host of process 0 and a free port, without a launcher.'),
-}  # fmt: skip
-BOOLS = {
-    'watch': 'Evaluate the checkpoints of a run, and each new one as it appears.',
-    'score': 'Score the targets instead of predicting them.',
-    'encode': "Write the encoder's outputs instead of predicting.",
-    'output_ids': 'Write the ids of predictions, too.',
-    'trim': 'Cut texts that are longer than data.lengths, instead of stopping.',
-}
-LISTS = {
-    'runs': 'The runs to report on, separated by commas.',
-    'fields': 'The fields of the examples in the results, or all; else the texts.',
-}
-ENUMS = {  # {flag: (its values, the first by default, its help)}
-    'mode': (list(FLAGS_OF_MODE), 'What to do.'),
-    'format': (['t5x', 'hf', 'peft'], 'The format to write; peft: the adapters of a run.'),
-    'pool': (
-        ['none', 'mean'],
-        'What --encode writes: a vector a token, or their mean, EOS included.',
-    ),
-}
-INTEGERS: dict[str, tuple[int | None, int, str]] = {  # {flag: (default, minimum, help)}
-    'examples': (0, 0, 'How many examples of the task to print.'),
-    'num_processes': (None, 1, 'How many processes there are, on all hosts.'),
-    'process_id': (None, 0, 'The number of this process, from 0.'),
-    'heartbeat': (30, 2, 'Seconds until all processes stop after one died or hangs.'),
-}
-for _name, (_default, _help) in STRINGS.items():
-    flags.DEFINE_string(_name, _default, _help)
-for _name, _help in BOOLS.items():
-    flags.DEFINE_bool(_name, False, _help)
-for _name, _help in LISTS.items():
-    flags.DEFINE_list(_name, [], _help)
-for _name, (_values, _help) in ENUMS.items():
-    flags.DEFINE_enum(_name, _values[0], _values, _help)
-for _name, (_number, _least, _help) in INTEGERS.items():
-    flags.DEFINE_integer(_name, _number, _help, lower_bound=_least)
+# fmt: off
+flags.DEFINE_string('workdir', None, 'The folder of the run; runs/NAME if not given.')
+flags.DEFINE_string('profile', '', 'FIRST:LAST, such as 10:13: write a trace of these steps to the workdir.')
+flags.DEFINE_string('from', None, 'The checkpoint to convert: T5X, Mesh-TF or Hugging Face.')
+flags.DEFINE_string('to', None, 'The folder to write it to.')
+flags.DEFINE_string('shard', '1/1', 'i/n does part i of n, for n machines with the same command.')
+flags.DEFINE_string('checkpoint', None, 'The model: any checkpoint or run that infer.load opens.')
+flags.DEFINE_string('output_dir', '', 'The folder of the results; else standard output, or the first run.')
+flags.DEFINE_string('input', '', 'A text, JSON Lines, CSV, TSV or Parquet file, - for standard input; else data.task, or a prompt.')
+flags.DEFINE_string('text', None, 'One text: its answer is printed.')
+flags.DEFINE_string('split', '', 'train, validation or test; else test, infer_eval.split, or the first of a task.')
+flags.DEFINE_string('step', '', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.')
+flags.DEFINE_string('topology', '', 'The devices to plan for: TPUs, GPUs or cpu:N; else those here.')
+flags.DEFINE_string('vocabulary', '', 'Print their ids, too: a SentencePiece model, a folder that has one, or bytes.')
+flags.DEFINE_string('coordinator_address', None, 'HOST:PORT, the host of process 0 and a free port, without a launcher.')
+flags.DEFINE_bool('watch', False, 'Evaluate the checkpoints of a run, and each new one as it appears.')
+flags.DEFINE_bool('score', False, 'Score the targets instead of predicting them.')
+flags.DEFINE_bool('encode', False, "Write the encoder's outputs instead of predicting.")
+flags.DEFINE_bool('output_ids', False, 'Write the ids of predictions, too.')
+flags.DEFINE_bool('trim', False, 'Cut texts that are longer than data.lengths, instead of stopping.')
+flags.DEFINE_list('runs', [], 'The runs to report on, separated by commas.')
+flags.DEFINE_list('fields', [], 'The fields of the examples in the results, or all; else the texts.')
+flags.DEFINE_enum('mode', 'train', list(FLAGS_OF_MODE), 'What to do.')
+flags.DEFINE_enum('format', 't5x', ['t5x', 'hf', 'peft'], 'The format to write; peft: the adapters of a run.')
+flags.DEFINE_enum('pool', 'none', ['none', 'mean'], 'What --encode writes: a vector a token, or their mean, EOS included.')
+flags.DEFINE_integer('examples', 0, 'How many examples of the task to print.', lower_bound=0)
+flags.DEFINE_integer('num_processes', None, 'How many processes there are, on all hosts.', lower_bound=1)
+flags.DEFINE_integer('process_id', None, 'The number of this process, from 0.', lower_bound=0)
+flags.DEFINE_integer('heartbeat', 30, 'Seconds until all processes stop after one died or hangs.', lower_bound=2)
+# fmt: on
 FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,11 +22,15 @@ import paths
 import tasks.open
 from checkpoint import MANIFEST
 from configs import check
-from formats import own_model, own_options
 from messages import Refused, first_ten
 from model import T5Config
 from modes import command_line, process
-from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
+from modes.of_checkpoint import (
+    check_rows,
+    settings_and_model,
+    settings_of,
+    vocabulary_of_checkpoint,
+)
 from paths import AnyPath
 from randomness import digest
 from run import checks, results, task_metrics, workdir
@@ -38,14 +41,6 @@ from stream import OpenTask
 
 SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
 RESULT_SETTINGS = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
-
-
-class Chosen(NamedTuple):
-    """The checkpoints that the flags choose."""
-
-    folder: AnyPath  # the run, or the checkpoint itself
-    is_run: bool
-    steps: list[int]  # the run's; [] for a checkpoint outside a run
 
 
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
@@ -68,20 +63,7 @@ def prepare(
     """Return an evaluation with `config`, or with `changes` of the settings of the run."""
     if not checkpoint:
         raise Refused('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
-    names_model = config is not None
-    if config is None:
-        path = paths.to_path(checkpoint)
-        config = settings_of(path, changes)
-        check.check(config)
-        names_model = changes_model(path, changes)
-        if names_model and config.model.module and 'model.module' not in changes:
-            directory = formats.open.open_checkpoint(path).directory
-            config.model.module = own_model.module_of(directory, config.model.module)
-    model_config = None
-    if names_model:
-        model_config = own_model.load(config.model)
-        options = own_options.as_dict(model_config.options)  # typed, and all of them
-        check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
+    config, model_config = settings_and_model(paths.to_path(checkpoint), config, changes)
     return CheckpointEvaluation(config, checkpoint, output_dir, step, split, watch, model_config)
 
 
@@ -114,18 +96,17 @@ class CheckpointEvaluation:
         self.split = split or config.infer_eval.split
         check_split(self.split)
         self.console = Console()
-        chosen = choose(path, step, watch)
-        self.chosen = chosen._replace(steps=of_first_process(chosen.steps))
-        self.folder = output_folder(self.chosen, output_dir)
+        self.run_folder, self.checkpoints = choose(path, step, watch)
+        self.folder = output_folder(self.run_folder, output_dir)
         self.results = results.Results(self.folder)
         self.results.scores()  # raises Refused for a file that is damaged
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
         self.loaded_path: AnyPath | None = None  # the checkpoint that it was loaded from
         opened = task_metrics.open_tasks(config, self.split)
-        first = self.chosen.folder  # a checkpoint, or a run that has none yet
-        if self.chosen.steps:
-            first = first / f'checkpoint_{self.chosen.steps[0]}'
+        first = self.run_folder  # has none yet
+        if self.checkpoints:
+            first, _ = self.checkpoints[0]
         self.changes: list[str] = []  # to settings of the run that takes the results
         if self.folder in (first, first.parent):
             own = dict(check.leaves(settings_of(first, {})))
@@ -150,16 +131,9 @@ class CheckpointEvaluation:
         if self.watch:
             self.evaluate_as_they_appear()
         else:
-            for path, step in self.checkpoints():
+            for path, step in self.checkpoints:
                 self.evaluate(path, step)
         self.console.line(f'Results are in {self.results.table_file} and {self.results.folder}.')
-
-    def checkpoints(self) -> list[tuple[AnyPath, int]]:
-        """Return the path and the step of each checkpoint that the flags choose."""
-        folder = self.chosen.folder
-        if not self.chosen.is_run:
-            return [(folder, formats.open.saved_step(formats.open.open_checkpoint(folder).leaves))]
-        return [(folder / f'checkpoint_{step}', step) for step in self.chosen.steps]
 
     def check_others(self) -> None:
         """Raise Refused, in the first process, where results of other files or settings are in the way."""
@@ -167,7 +141,7 @@ class CheckpointEvaluation:
             return
         for task in self.tasks:
             steps = []
-            for path, step in self.checkpoints():
+            for path, step in self.checkpoints:
                 if self.results.settings_of(task.name, step) not in (
                     None,
                     self.identity(task, path),
@@ -191,7 +165,7 @@ class CheckpointEvaluation:
 
     def evaluate_as_they_appear(self) -> None:
         """Evaluate the checkpoints of a run up to its last step. Training may delete some meanwhile."""
-        run = self.chosen.folder
+        run = self.run_folder
         evaluated: set[int] = set()
         newest = 0
         while True:
@@ -261,8 +235,11 @@ class CheckpointEvaluation:
         return self.t5
 
 
-def choose(path: str, step: str, watch: bool) -> Chosen:
-    """Return the checkpoints that --checkpoint, --step and --watch choose."""
+def choose(path: str, step: str, watch: bool) -> tuple[AnyPath, list[tuple[AnyPath, int]]]:
+    """Return the run, and the checkpoints that --checkpoint, --step and --watch choose, with their steps.
+
+    For a checkpoint outside a run the first is the folder that it lies in.
+    """
     folder = paths.to_path(path)
     steps = checkpoint.steps(folder)
     is_run = bool(steps)
@@ -274,22 +251,20 @@ def choose(path: str, step: str, watch: bool) -> Chosen:
     if step and watch:
         raise Refused(f'--step={step} with --watch, which evaluates all: leave one out')
     if not is_run:
-        return Chosen(formats.open.open_checkpoint(path).directory, is_run=False, steps=[])
+        opened = formats.open.open_checkpoint(folder)
+        return opened.directory.parent, [(opened.directory, formats.open.saved_step(opened.leaves))]
     if not watch:
         steps = formats.open.choose_steps(folder, step, steps)
-    return Chosen(folder, is_run=True, steps=steps)
+    return folder, [(folder / f'checkpoint_{x}', x) for x in of_first_process(steps)]
 
 
-def output_folder(chosen: Chosen, output_dir: str) -> AnyPath:
+def output_folder(run: AnyPath, output_dir: str) -> AnyPath:
     """Return the folder of the results: --output_dir, or the run of the checkpoint."""
+    folder = run
     if output_dir:
         folder = paths.to_path(output_dir)
-    else:
-        folder = chosen.folder
-        if not chosen.is_run:
-            folder = folder.parent
-        if not checks.is_run(folder):
-            raise Refused(f'{chosen.folder} is not in a run: name --output_dir for the results')
+    elif not checks.is_run(run):
+        raise Refused(f'{run} is not a run: name --output_dir for the results')
     paths.check_new(folder)
     if jax.process_index() == 0:
         results.check_writable(folder)

@@ -22,6 +22,7 @@ Source: T5X t5x/infer.py. Differs from T5X: an integer is written as one, not as
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -30,13 +31,12 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import safetensors.numpy
 import tqdm
-from absl import logging
 from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
@@ -46,40 +46,37 @@ import model
 import partition
 import paths
 import user_code
-from configs import check
-from decode import Decoding
 from formats import own_model, own_options
 from messages import Refused, first_ten
-from model import T5Config
 from modes import command_line, infer_input, process
-from modes.of_checkpoint import changes_model, check_rows, settings_of, vocabulary_of_checkpoint
+from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
+from randomness import digest
 from run import checks, results
 from run.agreement import check_alike
 from run.console import describe_trimming
 from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, check_split, read_split
 from run.lock import lock
-from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.
 EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
-
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
 
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
     part, num_parts = command_line.parse_shard(flags.shard)
     values = command_line.values_of_mode() | {'shard': part, 'num_shards': num_parts}
+    values['fields'] = tuple(flags.fields)
     signals.advice = 'the same command makes the unfinished file again'
-    job = prepare(Request(**values), config, command_line.changes())
+    job = Job(Request(**values), config, command_line.changes())
     signals.begin_work()
     if job.is_prompt:
         t5 = load(job)
         signals.raise_interrupts()
         answer_typed_lines(job, t5)
-        return 0
-    process.print_lines(infer_all(job), sys.stderr)
+    else:
+        process.print_lines(infer_all(job), sys.stderr)
     return 0
 
 
@@ -102,31 +99,55 @@ class Request(NamedTuple):
     num_shards: int = 1
 
 
-class Part(NamedTuple):
-    """The examples of one task or file that are in the shard."""
+@dataclasses.dataclass
+class Part:
+    """The examples of one task or file that are in the shard, or those of one file of encodings."""
 
     name: str
-    examples: list[infer.Example]
-    written: list[dict]  # the fields of each example that its line has
-    num_examples: int  # all shards together
-    num_trimmed: int
-    digest: str  # a hash of what is predicted and written, of all shards
+    examples: list[infer.Example] = dataclasses.field(default_factory=list)
+    written: list[dict] = dataclasses.field(default_factory=list)  # the fields that a line has
+    num_examples: int = 0  # all shards together
+    num_trimmed: int = 0
+    digest: str = ''  # a hash of what is predicted and written, of all shards
 
 
-class Job(NamedTuple):
-    """Everything that `infer` needs, checked."""
+class Job:
+    """Everything that `infer_all` needs, checked before the parameters are read. Writes nothing.
 
-    request: Request
-    config: ConfigDict
-    directory: paths.AnyPath  # the checkpoint's
-    model_config: T5Config
-    vocabulary: Vocabulary
-    decoding: Decoding
-    parts: list[Part]  # none for a text, a prompt and lines
-    messages: list[str]  # on examples that were cut or left out
-    text_ids: infer.Ids
-    lines: infer_input.FileExamples | None  # standard input: each line is answered when it comes
-    is_prompt: bool
+    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
+    else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
+    """
+
+    def __init__(self, request: Request, config: ConfigDict | None, changes: Mapping):
+        check_request(request)
+        self.request = request
+        self.is_prompt = asks_for_prompt(request, changes)
+        directory = formats.open.checkpoint_folder(request.checkpoint, request.step)
+        # `named_model` is None for the checkpoint's own.
+        self.config, self.named_model = settings_and_model(directory, config, changes)
+        if config is None and request.input:  # the run's describe its own files
+            self.config.data.kind = changes.get('data.kind', '')
+            self.config.data.delimiter = changes.get('data.delimiter', '')
+        self.opened = formats.open.open_model(
+            directory, self.named_model, part=MODEL_PART[request.encode]
+        )
+        self.vocabulary = vocabulary_of_checkpoint(self.opened.directory, self.config.data)
+        vocab_size = self.opened.config.vocab_size
+        check_rows(self.vocabulary, self.opened.directory, vocab_size)
+        model.check_mesh(self.opened.config, partition.make_mesh(**self.config.mesh))
+        settings = self.config.decode
+        self.decoding = decoding_of(settings, self.vocabulary)
+        infer.words_of(self.decoding, self.vocabulary, vocab_size)
+        if settings.top_k > vocab_size:
+            raise Refused(f'decode.top_k={settings.top_k}: must be at most {vocab_size}')
+        self.messages: list[str] = []  # on examples that were cut or left out
+        self.parts: Iterable[Part] = ()
+        if request.text is not None:
+            self.text_ids = encode_text(self, request.text, '--text')
+        elif not self.is_prompt:
+            self.parts = parts_of(self)
+        if request.output_dir:
+            check_output(self)
 
     @property
     def mode(self) -> str:
@@ -138,93 +159,6 @@ class Job(NamedTuple):
         if self.config.decode.return_scores:
             return 'predict_with_aux'
         return 'predict'
-
-
-# From the request to a job.
-
-
-def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Job:
-    """Check everything that can be checked before the parameters are read. Writes nothing.
-
-    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
-    else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
-    """
-    check_request(request)
-    is_prompt = asks_for_prompt(request, changes)
-    path = request.checkpoint
-    model_part = MODEL_PART[request.encode]
-    if config is not None:
-        opened = formats.open.open_model(
-            path, own_model.load(config.model), request.step, model_part
-        )
-    else:
-        opened = formats.open.open_model(path, None, request.step, model_part)
-        config = settings_of(opened.directory, changes)
-        if request.input:  # the run's describe its own files
-            config.data.kind = changes.get('data.kind', '')
-            config.data.delimiter = changes.get('data.delimiter', '')
-        if changes_model(opened.directory, changes):
-            if 'model.module' not in changes:
-                config.model.module = opened.config.module  # the current path of its file
-            model_config = own_model.load(config.model)
-            opened = formats.open.open_model(opened.directory, model_config, '', model_part)
-    check.check(config)
-    vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
-    vocab_size = opened.config.vocab_size
-    check_rows(vocabulary, opened.directory, vocab_size)
-    model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
-    decoding = decoding_of(config.decode, vocabulary)
-    infer.words_of(decoding, vocabulary, vocab_size)
-    if config.decode.top_k > vocab_size:
-        raise Refused(f'decode.top_k={config.decode.top_k}: must be at most {vocab_size}')
-    parts: list[Part] = []
-    messages: list[str] = []
-    text_ids: infer.Ids = ()
-    arriving = None
-    if is_prompt:
-        pass
-    elif request.text is not None:
-        length = config.data.lengths.inputs
-        text_ids = infer_input.encode_text(request.text, vocabulary, length, request.trim)
-    elif request.input:
-        lines = infer_input.FileExamples(
-            request.input,
-            infer_input.with_templates(config.data),
-            vocabulary,
-            needs_targets=request.score,
-            trim=request.trim,
-            fields=request.fields,
-        )
-        if request.input == infer_input.STANDARD_INPUT and not request.output_dir:
-            arriving = lines
-        else:
-            parts.append(read(lines.name, lines, request))
-    else:
-        for task in infer_input.open_tasks(config.data, vocabulary):
-            parts.append(read(task.name, read_split(task, request.split or 'test'), request))
-            for fault in task.source.faults()[0]:
-                messages.append(f'Left out: {fault}')
-    for part in parts:
-        check_alike(f'the examples of {part.name}', part.digest.encode())
-        messages += describe_trimming({part.name: [part.num_examples, part.num_trimmed]})
-    job = Job(
-        request=request,
-        config=config,
-        directory=opened.directory,
-        model_config=opened.config,
-        vocabulary=vocabulary,
-        decoding=decoding,
-        parts=parts,
-        messages=messages,
-        text_ids=text_ids,
-        lines=arriving,
-        is_prompt=is_prompt,
-    )
-    if request.output_dir:
-        check_output(job)
-    if opened.is_assumed:  # `load`, which is given the config, says all else
-        logging.warning(opened.note)
-    return job
 
 
 def check_request(request: Request) -> None:
@@ -255,11 +189,43 @@ def check_request(request: Request) -> None:
 
 def asks_for_prompt(request: Request, changes: Mapping) -> bool:
     """Return whether nothing is named that could be answered, and somebody is there to type it."""
-    named = bool(request.input or request.split or request.output_dir or request.fields)
-    named |= request.text is not None or request.score or request.encode or request.output_ids
-    if named or 'data.task' in changes or jax.process_count() > 1 or sys.stdin is None:
+    is_named = request._replace(checkpoint='', step='', trim=False) != Request('')
+    if is_named or 'data.task' in changes or jax.process_count() > 1 or sys.stdin is None:
         return False
     return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def parts_of(job: Job) -> Iterable[Part]:
+    """Read the examples. The lines of standard input are read later, if they are answered as they come."""
+    request = job.request
+    parts = []
+    if request.input:
+        lines = infer_input.FileExamples(
+            request.input,
+            infer_input.with_templates(job.config.data),
+            job.vocabulary,
+            needs_targets=request.score,
+            trim=request.trim,
+            fields=request.fields,
+        )
+        if request.input == infer_input.STANDARD_INPUT and not request.output_dir:
+            return arriving_parts(lines, request)
+        parts.append(read(lines.name, lines, request))
+    else:
+        for task in infer_input.open_tasks(job.config.data, job.vocabulary):
+            parts.append(read(task.name, read_split(task, request.split or 'test'), request))
+            job.messages.extend(f'Left out: {fault}' for fault in task.source.faults()[0])
+    for part in parts:
+        check_alike(f'the examples of {part.name}', part.digest.encode())
+        job.messages.extend(describe_trimming({part.name: [part.num_examples, part.num_trimmed]}))
+    return parts
+
+
+def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterator[Part]:
+    first = 0
+    for group in lines.groups():
+        yield read(lines.name, group, request, first)
+        first += len(group)
 
 
 def read(name: str, examples: Iterable[Example], request: Request, first: int = 0) -> Part:
@@ -267,32 +233,57 @@ def read(name: str, examples: Iterable[Example], request: Request, first: int = 
 
     `first`: the number of the first one.
     """
-    part = Part(name, examples=[], written=[], num_examples=0, num_trimmed=0, digest='')
-    digest = hashlib.blake2b(digest_size=16)
-    num_examples = 0
-    num_trimmed = 0
+    part = Part(name)
+    content = hashlib.blake2b(digest_size=16)
     for number, example in enumerate(examples, start=first):
         written = selected(example.features(), request.fields)
+        content.update(example.inputs.tobytes())
         targets = example.targets
-        digest.update(example.inputs.tobytes())
         if request.score and targets is not None:
-            digest.update(b' targets ' + targets.tobytes())
+            content.update(b' targets ' + targets.tobytes())
         if targets is None or request.encode:
             targets = np.zeros(0, np.int32)
         if number % request.num_shards == request.shard - 1:
             part.examples.append(infer.Example(example.inputs, targets, number))
             part.written.append(written)
-        num_examples += 1
-        num_trimmed += example.is_trimmed
-        digest.update(json.dumps(written, default=results.json_default).encode())
-    if num_examples == 0:
+        part.num_examples += 1
+        part.num_trimmed += example.is_trimmed
+        content.update(json.dumps(written, default=results.json_default).encode())
+    if part.num_examples == 0:
         raise Refused(f'{name} has no example: name another split or file')
-    return part._replace(
-        num_examples=num_examples, num_trimmed=num_trimmed, digest=digest.hexdigest()
-    )
+    part.digest = content.hexdigest()
+    return part
 
 
-# From a job to lines.
+def selected(fields: Mapping, names: Sequence[str]) -> dict:
+    """Return the fields of an example that its line has: those in `names`, by default the texts."""
+    if tuple(names) == ('all',):
+        return dict(fields)
+    for name in names:
+        if name not in fields:
+            known = first_ten([repr(field) for field in fields])
+            raise Refused(f'--fields names {name!r}: the fields of an example are {known}')
+    found = {}
+    for name, value in fields.items():
+        feature = name.removesuffix(PRETOKENIZED)
+        if name in names or (feature != name and (not names or feature in names)):
+            found[name] = value
+    return found
+
+
+def encode_text(job: Job, text: str, title: str) -> np.ndarray:
+    """Return the ids of a text that is typed, EOS included."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
+    [ids] = job.vocabulary.encode([text], glued_sentinels=True)
+    length = job.config.data.lengths.inputs
+    title = f'the words of {title}'
+    return infer_input.ended(title, ids, job.vocabulary.eos_id, 'inputs', length, job.request.trim)
+
+
+# Answers.
 
 
 def infer_all(job: Job) -> list[str]:
@@ -300,35 +291,35 @@ def infer_all(job: Job) -> list[str]:
 
     All processes compute, each some rows of a batch; the first one writes and prints.
     """
-    request = job.request
-    messages = list(job.messages)
-    if request.text is not None:
+    if job.request.output_dir:
+        job.messages.extend(write_files(job))
+    elif job.request.text is not None:
         answer_text(job, load(job), infer.Example(job.text_ids))
-    elif request.output_dir:
-        messages += write_files(job)
-    elif job.lines is not None:
-        messages += answer_arriving_lines(job.lines, job, load(job))
     else:
         t5 = load(job)
-        for part in job.parts:
-            with progress_bar(part.name, len(part.examples)) as bar:
-                print_now(lines_of(job, t5, part, bar.update))
+        with progress_bar(job.parts) as bar:
+            for part in job.parts:
+                for line in results_of(job, t5, part, bar.update):
+                    if jax.process_index() == 0:
+                        with process.writing(sys.stdout):
+                            print(line.decode(), end='', flush=True)
     if jax.process_index() > 0:
-        messages.clear()
-    return messages
+        return []
+    return job.messages
 
 
-def answer_arriving_lines(lines: infer_input.FileExamples, job: Job, t5: infer.T5) -> Iterator[str]:
-    """Answer the lines of standard input as they come. Yield what to say of them at the end."""
-    num_examples = 0
-    num_trimmed = 0
-    with tqdm.tqdm(unit=' examples', desc=lines.name, mininterval=30.0) as bar:
-        for group in infer_input.as_they_come(lines, infer.EXAMPLES_PER_CHUNK):
-            part = read(lines.name, group, job.request, first=num_examples)
-            print_now(lines_of(job, t5, part, bar.update))
-            num_examples += part.num_examples
-            num_trimmed += part.num_trimmed
-    yield from describe_trimming({lines.name: [num_examples, num_trimmed]})
+def load(job: Job) -> infer.T5:
+    """Read the parameters of the checkpoint."""
+    with process.returning_large_blocks():
+        t5 = infer.load(
+            job.opened.directory,
+            config=job.named_model,
+            mesh=partition.make_mesh(**job.config.mesh),
+            dtype=job.config.restore.dtype,
+            part=MODEL_PART[job.request.encode],
+        )
+    t5.vocabulary = job.vocabulary
+    return t5
 
 
 def answer_typed_lines(job: Job, t5: infer.T5) -> None:
@@ -342,13 +333,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
         try:
             text = process.read_line('> ')
             if text.strip():
-                ids = infer_input.encode_text(
-                    text,
-                    job.vocabulary,
-                    job.config.data.lengths.inputs,
-                    job.request.trim,
-                    title='this line',
-                )
+                ids = encode_text(job, text, 'this line')
                 answer_text(job, t5, infer.Example(ids, number=number))
         except EOFError:
             print(flush=True)
@@ -373,189 +358,134 @@ def answer_text(job: Job, t5: infer.T5, example: infer.Example) -> None:
             print(text, flush=True)
 
 
-def print_now(lines: Iterator[str]) -> None:
-    """Print lines from the first process. All compute them."""
-    for line in lines:
-        if jax.process_index() == 0:
-            with process.writing(sys.stdout):
-                print(line, end='', flush=True)
-
-
-def load(job: Job) -> infer.T5:
-    """Read the parameters of the checkpoint."""
-    with process.returning_large_blocks():
-        t5 = infer.load(
-            job.directory,
-            config=job.model_config,
-            mesh=partition.make_mesh(**job.config.mesh),
-            dtype=job.config.restore.dtype,
-            part=MODEL_PART[job.request.encode],
-        )
-    t5.vocabulary = job.vocabulary
-    return t5
-
-
-def progress_bar(name: str, num_examples: int) -> tqdm.tqdm:
-    """Return a bar on stderr."""
+def progress_bar(parts: Iterable[Part]) -> tqdm.tqdm:
+    """Return a bar on stderr for the examples of some parts."""
+    total = None  # of standard input
+    if isinstance(parts, Sequence):
+        total = sum(len(part.examples) for part in parts)
     return tqdm.tqdm(
-        total=num_examples,
+        total=total,
         unit=' examples',
-        desc=name,
         mininterval=1.0 if sys.stderr.isatty() else 30.0,
         disable=jax.process_index() > 0,
     )
 
 
-def lines_of(job: Job, t5: infer.T5, part: Part, progress: Callable[[int], None]) -> Iterator[str]:
-    """Yield the line of each example."""
-    config = job.config.decode
-    if job.request.score:
+def results_of(
+    job: Job, t5: infer.T5, part: Part, progress: Callable[[int], None]
+) -> Iterator[bytes]:
+    """Yield the content of a file of results, as the head of this file has it: line by line, or all encodings."""
+    request = job.request
+    settings = job.config.decode
 
-        def score(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
+    def compute(batch: Sequence[infer.Example], num_rows: int) -> Iterable:
+        if request.score:
             choices = [example._replace(targets=[example.targets]) for example in batch]
             return infer.score_batch(t5, choices, num_rows)
+        if not request.encode:
+            return infer.answer_batch(t5, job.decoding, batch, num_rows)
+        encoded = infer.encode_batch(t5, batch, num_rows)
+        return map(pooled, batch, encoded) if request.pool == 'mean' else encoded
 
-        scores = infer.in_batches(score, part.examples, config.batch_size, progress)
-        for written, [nats] in zip(part.written, scores, strict=True):
-            yield results.as_line({'inputs': written, 'score': float(nats)})
+    def pooled(example: infer.Example, outputs_MD: np.ndarray) -> np.ndarray:
+        return outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0, keepdims=True)
+
+    def one_or_all(values: list) -> Any:
+        return values[0] if settings.num_return == 1 else values  # the best answer is the first
+
+    found = infer.in_batches(compute, part.examples, settings.batch_size, progress)
+    if request.encode:
+        encoded = list(found)
+        arrays = {'embeddings': np.concatenate(encoded)}
+        arrays['indices'] = np.array([example.number for example in part.examples], np.int64)
+        if request.pool == 'none':
+            arrays['lengths'] = np.array(list(map(len, encoded)), np.int32)
+        yield safetensors.numpy.save(arrays)
         return
-    predict = functools.partial(infer.answer_batch, t5, job.decoding)
-    answers = infer.in_batches(predict, part.examples, config.batch_size, progress)
-    for written, answer in zip(part.written, answers, strict=True):
-        line: dict = {'inputs': written, 'prediction': one_or_all(answer.texts, config.num_return)}
-        if job.request.output_ids:
-            ids = [list(itertools.takewhile(bool, tokens)) for tokens in answer.tokens]  # as T5X
-            line['prediction_tokens'] = one_or_all(ids, config.num_return)
-        if config.return_scores:
-            line['aux'] = {'scores': one_or_all(answer.scores, config.num_return)}
-        yield results.as_line(line)
-
-
-def one_or_all(values: list, num_return: int):
-    """Return the one value that is asked for, or the list of several: the best answer is the first."""
-    return values[0] if num_return == 1 else values
-
-
-def selected(fields: Mapping, names: Sequence[str]) -> dict:
-    """Return the fields of an example that its line has: those in `names`, by default the texts."""
-    if tuple(names) == ('all',):
-        return dict(fields)
-    for name in names:
-        if name not in fields:
-            known = first_ten([repr(field) for field in fields])
-            raise Refused(f'--fields names {name!r}: the fields of an example are {known}')
-    found = {}
-    for name, value in fields.items():
-        feature = name.removesuffix(PRETOKENIZED)
-        if name in names or (feature != name and (not names or feature in names)):
-            found[name] = value
-    return found
-
-
-def encodings_of(
-    job: Job, t5: infer.T5, examples: Sequence[infer.Example], progress: Callable[[int], None]
-) -> dict[str, np.ndarray]:
-    """Return the arrays of a file, as the head of this file has them."""
-    pool = job.request.pool
-
-    def encode(batch: Sequence[infer.Example], num_rows: int) -> Iterator[np.ndarray]:
-        for example, outputs_MD in zip(batch, infer.encode_batch(t5, batch, num_rows), strict=True):
-            if pool == 'mean':
-                yield outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0)
-            else:
-                yield outputs_MD
-
-    encoded = list(infer.in_batches(encode, examples, job.config.decode.batch_size, progress))
-    arrays = {'indices': np.array([example.number for example in examples], np.int64)}
-    if pool != 'none':
-        return arrays | {'embeddings': np.stack(encoded)}
-    arrays['lengths'] = np.array([len(of_example) for of_example in encoded], np.int32)
-    return arrays | {'embeddings': np.concatenate(encoded)}
+    for written, result in zip(part.written, found, strict=True):
+        if request.score:
+            yield results.as_line({'inputs': written, 'score': float(result[0])}).encode()
+            continue
+        line = {'inputs': written, 'prediction': one_or_all(result.texts)}
+        if request.output_ids:
+            ids = [list(itertools.takewhile(bool, tokens)) for tokens in result.tokens]  # as T5X
+            line['prediction_tokens'] = one_or_all(ids)
+        if settings.return_scores:
+            line['aux'] = {'scores': one_or_all(result.scores)}
+        yield results.as_line(line).encode()
 
 
 # Files.
 
 
-class Output(NamedTuple):
-    """A file of the shard's results."""
-
-    path: Path
-    part: Part
-    examples: Sequence[infer.Example]  # of encodings, some of the part's
-
-
-def outputs(job: Job) -> Iterator[Output]:
-    """Yield the files that the shard writes."""
+def outputs(job: Job) -> dict[Path, Part]:
+    """Return the files that the shard writes."""
     request = job.request
     folder = paths.disk_path(request.output_dir)
+    found = {}
     for part in job.parts:
         task = results.file_name(part.name)
         if not request.encode:
             name = f'{task}-{job.mode}.jsonl'
             if request.num_shards > 1:
                 name += f'-{request.shard - 1:05}-of-{request.num_shards:05}'
-            yield Output(folder / name, part, part.examples)
+            found[folder / name] = part
             continue
         size = EXAMPLES_PER_FILE[request.pool]
-        files_before = [0]  # each shard, and after the last one
+        num_files = []  # of each shard
         for shard in range(request.num_shards):
-            num_examples = len(range(shard, part.num_examples, request.num_shards))
-            files_before.append(files_before[-1] + math.ceil(num_examples / size))
+            num_files.append(math.ceil((part.num_examples - shard) / request.num_shards / size))
+        number = sum(num_files[: request.shard - 1])
         for start in range(0, len(part.examples), size):
-            number = files_before[request.shard - 1] + start // size
-            name = f'{task}-encodings-{number:05}-of-{files_before[-1]:05}.safetensors'
-            yield Output(folder / name, part, part.examples[start : start + size])
+            name = f'{task}-encodings-{number:05}-of-{sum(num_files):05}.safetensors'
+            examples = part.examples[start : start + size]
+            found[folder / name] = dataclasses.replace(part, examples=examples)
+            number += 1
+    return found
 
 
 def write_files(job: Job) -> list[str]:
-    """Write the files of the shard that are not there. Return what to say of them."""
+    """Write the files of the shard that are not there. Return where they are."""
     request = job.request
     folder = paths.disk_path(request.output_dir)
+    files = outputs(job)
     is_first = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         if is_first:
             stack.enter_context(paths.naming(folder))
             shard = f'{request.shard}/{request.num_shards}'
-            lock_file = folder / f'.lock-{request.shard - 1:05}-of-{request.num_shards:05}'
+            lock_file = folder / f'.lock-{shard.replace("/", "-of-")}'
             remedy = 'wait for it, or give each process its own --shard=i/n'
             stack.enter_context(lock(lock_file, f'shard {shard} of {folder}', remedy))
             check_output(job)  # another shard may have begun
             if not (folder / SETTINGS).exists():
                 content = json.dumps(settings_as_json(job), indent=1).encode()
-                paths.replace_file(folder / SETTINGS, content, shard.replace('/', '-of-'))
-        missing = []
-        for output in outputs(job):
-            is_there = partition.from_first_process(np.array(output.path.exists()))
-            if not is_there:
-                missing.append(output)
+                paths.replace_file(folder / SETTINGS, content, writer=lock_file.name)
+        missing = {}
+        for path, part in files.items():
+            if not partition.from_first_process(np.array(path.exists())):
+                missing[path] = part
         if missing:
             write_missing(job, missing)
         if is_first:
             lock_file.unlink(missing_ok=True)
     if request.encode:
         return [f'The encodings of {part.name} are in {folder}' for part in job.parts]
-    return [f'The results are in {output.path}' for output in outputs(job)]
+    return [f'The results are in {path}' for path in files]
 
 
-def write_missing(job: Job, missing: Sequence[Output]) -> None:
+def write_missing(job: Job, files: Mapping[Path, Part]) -> None:
     """Compute files in all processes, and write them in the first one."""
     t5 = load(job)
     is_first = jax.process_index() == 0
-    num_examples = sum(len(output.examples) for output in missing)
-    with progress_bar(missing[0].part.name, num_examples) as bar:
-        for output in missing:
-            bar.set_description(output.part.name, refresh=False)
-            if job.request.encode:
-                arrays = encodings_of(job, t5, output.examples, bar.update)
-                if is_first:
-                    paths.replace_file(output.path, safetensors.numpy.save(arrays))
-                continue
+    with progress_bar([*files.values()]) as bar:
+        for path, part in files.items():
             with contextlib.ExitStack() as stack:
                 if is_first:
-                    file = stack.enter_context(paths.replacing(output.path))
-                for line in lines_of(job, t5, output.part, bar.update):
+                    file = stack.enter_context(paths.replacing(path))
+                for content in results_of(job, t5, part, bar.update):
                     if is_first:
-                        file.write(line.encode())
+                        file.write(content)
 
 
 def check_output(job: Job) -> None:
@@ -566,13 +496,10 @@ def check_output(job: Job) -> None:
         return
     results.check_writable(folder)
     file = folder / SETTINGS
-    changes = []
     if file.exists():
         changes = checks.changed_settings(paths.read_json(file), settings_as_json(job))
     else:
-        for output in outputs(job):
-            if output.path.exists():
-                changes.append(f'{output.path.name} without {SETTINGS}')
+        changes = [f'{path.name} without {SETTINGS}' for path in outputs(job) if path.exists()]
     if changes:
         raise Refused(
             f'{folder} has other results ({first_ten(changes, "; ")}): name another folder'
@@ -582,31 +509,27 @@ def check_output(job: Job) -> None:
 def settings_as_json(job: Job) -> dict:
     """Return everything that the results depend on."""
     request = job.request
-    model_settings: dict = {'dtype': job.model_config.dtype}
-    for name, content in own_model.files_of(job.model_config).items():
-        model_settings[name] = digest_of(content)
-    if job.model_config.options is not None:
-        model_settings['options'] = own_options.as_dict(job.model_config.options)
+    model_config = job.opened.config
+    model_settings: dict = {'dtype': model_config.dtype}
+    for name, content in own_model.files_of(model_config).items():
+        model_settings[name] = digest([content])
+    if model_config.options is not None:
+        model_settings['options'] = own_options.as_dict(model_config.options)
     decode_settings = job.config.decode.to_dict()
-    if job.config.decode.module:
-        file = user_code.module_file('decode.module', job.config.decode.module)
-        decode_settings['module'] = digest_of(file.read_bytes())
-    return {
-        'checkpoint': {
-            'path': str(job.directory),
-            'files': formats.open.identity(job.directory),
-        },
+    if decode_settings['module']:
+        file = user_code.module_file('decode.module', decode_settings['module'])
+        decode_settings['module'] = digest([file.read_bytes()])
+    directory = job.opened.directory
+    settings = {
+        'checkpoint': {'path': str(directory), 'files': formats.open.identity(directory)},
         'vocabulary': job.vocabulary.hash,
         'model': model_settings,
         'restore': {'dtype': job.config.restore.dtype},
         'mode': job.mode,
-        'decode': json.loads(json.dumps(decode_settings)),  # lists for tuples
-        'fields': list(request.fields),
+        'decode': decode_settings,
+        'fields': request.fields,
         'output_ids': request.output_ids,
         'num_shards': request.num_shards,
         'examples': {part.name: part.digest for part in job.parts},
     }
-
-
-def digest_of(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return json.loads(json.dumps(settings))  # lists for tuples

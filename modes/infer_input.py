@@ -5,17 +5,14 @@ user says that they may be cut. Source: T5X t5x/infer.py. Imports no jax.
 """
 
 import codecs
-import contextlib
+import dataclasses
 import gzip
-import io
 import itertools
-import queue
 import sys
-import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -32,6 +29,7 @@ from tasks.names import look_up
 from vocabulary import Vocabulary
 
 STANDARD_INPUT = '-'
+BYTES_AT_ONCE = 1 << 20  # read from standard input, if they are there
 
 
 def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
@@ -54,33 +52,7 @@ def with_templates(config: ConfigDict) -> ConfigDict:
     return own
 
 
-def as_they_come(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    """Yield the examples that are there: at least one and at most `size`."""
-    arrived: queue.Queue = queue.Queue(maxsize=size)
-
-    def read() -> None:
-        try:
-            for example in examples:
-                arrived.put(example)
-            arrived.put(None)
-        except Exception as error:
-            arrived.put(error)
-
-    threading.Thread(target=read, daemon=True).start()
-    is_open = True
-    while is_open:
-        group = [arrived.get()]
-        while len(group) < size and not arrived.empty():
-            group.append(arrived.get())
-        is_open = isinstance(group[-1], Example)
-        if not is_open:
-            error = group.pop()
-        if group:
-            yield group
-    if error is not None:
-        raise error
-
-
+@dataclasses.dataclass
 class FileExamples:
     """The lines of a file: JSON objects, rows of a table or of Parquet, or texts that are inputs.
 
@@ -88,18 +60,17 @@ class FileExamples:
     are set, else its fields of that name. Standard input is JSON Lines if it begins with '{', blanks apart.
     """
 
-    def __init__(
-        self,
-        path: str,
-        config: ConfigDict,
-        vocabulary: Vocabulary,
-        needs_targets: bool,
-        trim: bool,
-        fields: Sequence[str] = (),  # read beside those of the templates; 'all' for all
-    ):
-        self.path = path
+    path: str
+    config: ConfigDict  # config.data
+    vocabulary: Vocabulary
+    needs_targets: bool
+    trim: bool
+    fields: Sequence[str] = ()  # read beside those of the templates; 'all' for all
+
+    def __post_init__(self) -> None:
+        path = self.path
+        config = self.config
         self.title = path
-        self.delimiter = tables.delimiter_of(config)
         self.kind = config.kind or files.kind_of(path)
         if path == STANDARD_INPUT:
             self.title = 'standard input'
@@ -118,11 +89,9 @@ class FileExamples:
             head = read_head(self.path)
         check_head(self.title, self.kind, head)
         tables.check_delimiter(config, {self.kind: self.title})
+        self.delimiter = tables.delimiter_of(config)
         self.kind = tables.kind_with_delimiter(self.kind, self.delimiter)
         self.unit = 'row' if self.kind == 'parquet' else 'line'
-        self.text_field = 'inputs'  # the field of a line of text
-        if config.inputs and self.kind != 'jsonl':
-            self.text_field = config.text_field
         targets = config.targets or '{targets}'
         if config.references:
             targets = f'{config.references[:-1]}/0}}'  # the first
@@ -130,72 +99,83 @@ class FileExamples:
             'inputs': Template('data.inputs', config.inputs or '{inputs}'),
             'targets': Template('data.targets', targets),
         }
-        if self.kind == 'text':
-            self.check_columns([self.text_field], self.templates['inputs'].fields)
-        if needs_targets and self.kind == 'text':
-            raise Refused(f'--score needs targets, and {self.title} is text: write JSON Lines')
-        self.fields = fields
+        self.text_field = config.text_field if config.inputs else 'inputs'  # of a line of text
         self.header: list[str] = []  # a table's
-        self.needs_targets = needs_targets
-        self.trim = trim
-        self.lengths = dict(config.lengths)
-        self.vocabulary = vocabulary
+        self.has_more = False  # of standard input: lines that are there and not read
 
     def __iter__(self) -> Iterator[Example]:
-        lines: Iterator[tuple[int, str | dict]] = self.lines()
+        rows: Iterator[tuple[int, str | dict]] = self.lines()
         if self.kind == 'parquet':
-            lines = self.parquet_rows()
+            rows = self.parquet_rows()
         # Typed or piped lines are answered as they come.
         num_at_once = 1 if self.path == STANDARD_INPUT else RECORDS_AT_ONCE
-        while group := list(itertools.islice(lines, num_at_once)):
-            yield from self.items(group)
+        while group := list(itertools.islice(rows, num_at_once)):
+            yield from self.examples_of(group)
 
-    def lines(self) -> Iterator[tuple[int, str | dict]]:
+    def groups(self) -> Iterator[list[Example]]:
+        """Yield the examples of standard input that are there together, at a bad line those before it."""
+        group: list[Example] = []
+        try:
+            for example in self:
+                group.append(example)
+                if not self.has_more:
+                    yield group
+                    group = []
+        except Refused:
+            if group:
+                yield group
+            raise
+
+    def lines(self) -> Iterator[tuple[int, str]]:
         """Yield the lines of a file, which may be gzipped, with their numbers; those of a table without its header.
 
         A row of CSV is one line, whatever newlines its quoted fields hold.
         """
-        opened: contextlib.AbstractContextManager[BinaryIO | io.BufferedIOBase]
-        if self.path == STANDARD_INPUT:
-            opened = contextlib.nullcontext(sys.stdin.buffer)
-        else:
-            opened = open_unzipped(self.path, files.SEQUENTIAL_READ_AHEAD)
         number = 0
         try:
-            with opened as file:
-                for number, content in tables.whole_rows(tables.numbered_lines(file), self.kind):
-                    line = content.decode('utf-8-sig').removesuffix('\n').removesuffix('\r')
-                    if self.kind in ('csv', 'tsv') and not self.header:
-                        self.header = tables.header_of(line, self.kind, self.delimiter, self.title)
-                        self.check_columns(self.header, self.templates['inputs'].fields)
-                    else:
-                        yield number, line
+            for number, content in tables.whole_rows(self.numbered_lines(), self.kind):
+                line = content.decode('utf-8-sig').removesuffix('\n').removesuffix('\r')
+                if self.kind in ('csv', 'tsv') and not self.header:
+                    self.header = tables.header_of(line, self.kind, self.delimiter, self.title)
+                else:
+                    yield number, line
         except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
             rule = 'write it in UTF-8, or copy it again'
             raise Refused(
                 f'line {number} of {self.title} cannot be read ({error}): {rule}'
             ) from None
-        if number == 0:
-            raise Refused(f'{self.title} is empty: write a line for each example')
 
-    def check_columns(self, columns: Sequence[str], fields: Sequence[str]) -> None:
-        """Raise Refused for a file without a column that the settings name."""
-        remedy = f'correct --config.data.inputs, data.kind (now {self.kind!r}) or data.delimiter'
-        tables.check_columns(self.title, columns, fields, remedy)
+    def numbered_lines(self) -> Iterator[tuple[int, bytes]]:
+        if self.path == STANDARD_INPUT:
+            yield from enumerate(self.arriving_lines(), start=1)
+            return
+        with open_unzipped(self.path, files.SEQUENTIAL_READ_AHEAD) as file:
+            yield from tables.numbered_lines(file)
 
-    def parquet_rows(self) -> Iterator[tuple[int, str | dict]]:
+    def arriving_lines(self) -> Iterator[bytes]:
+        """Yield the lines of standard input; `has_more` tells whether the next one is there."""
+        rest = b''
+        while content := sys.stdin.buffer.read1(BYTES_AT_ONCE):  # type: ignore[union-attr]
+            *lines, rest = (rest + content).split(b'\n')
+            for i, line in enumerate(lines, start=1):
+                self.has_more = i < len(lines)
+                yield line + b'\n'
+        if rest:
+            yield rest
+
+    def parquet_rows(self) -> Iterator[tuple[int, dict]]:
         """Yield the rows of Parquet with their numbers: what the templates read of them, and `fields`."""
         from sources import parquet  # pyarrow takes a while
 
+        fields: list[str] = []  # all
+        if 'all' not in self.fields:
+            fields = [*self.templates['inputs'].fields, *self.templates['targets'].fields]
+            fields += self.fields
         try:
-            named = [*self.templates['inputs'].fields, *self.templates['targets'].fields]
-            fields = [*named, *self.fields]
-            if 'all' in self.fields:
-                fields = []
             footer = parquet.read_footer(self.path, fields)
             if not footer.columns:
-                others = [name for name in footer.values if name not in named]
-                self.check_columns(others, named[:1])
+                others = sorted(footer.values.keys() - {*fields})
+                tables.check_columns(self.title, others, fields[:1], 'correct --config.data.inputs')
             tables.check_names(footer.names, self.title)
             for group in footer.groups:
                 table = parquet.decode(group, footer.columns)
@@ -205,85 +185,62 @@ class FileExamples:
         except parquet.DamagedFile as error:
             raise Refused(f'{self.title}: {error}') from None
 
-    def items(self, lines: Sequence[tuple[int, str | dict]]) -> Iterator[Example]:
+    def examples_of(self, rows: Sequence[tuple[int, str | dict]]) -> Iterator[Example]:
         fields = []
         texts = []
-        for number, line in lines:
+        for number, row in rows:
             with named(f'{self.unit} {number} of {self.title}'):
-                fields.append(self.fields_of(line))
+                fields.append(self.fields_of(row))
                 texts.append(self.texts_of(fields[-1]))
-        ids = {}
-        for name in ('inputs', 'targets'):
-            of_name = [of_line.get(name, '') for of_line in texts]
-            ids[name] = self.vocabulary.encode_as_arrays(of_name, glued_sentinels=True)
-        for i, (number, _) in enumerate(lines):
-            where = f'in {self.unit} {number} of {self.title}'
-            inputs = self.ended('inputs', ids['inputs'][i], where)
-            is_trimmed = len(inputs) <= len(ids['inputs'][i])
-            targets = None
-            if 'targets' in texts[i]:
-                targets = self.ended('targets', ids['targets'][i], where)
-                is_trimmed |= len(targets) <= len(ids['targets'][i])
-            yield Example(fields[i] | texts[i], inputs, targets, is_trimmed)
+        every_text = [text for of_row in texts for text in of_row.values()]
+        every_ids = iter(self.vocabulary.encode_as_arrays(every_text, glued_sentinels=True))
+        for i, (number, _) in enumerate(rows):
+            ids = {}
+            is_trimmed = False
+            for name in texts[i]:
+                title = f'the {name} in {self.unit} {number} of {self.title}'
+                whole = next(every_ids)
+                length = self.config.lengths[name]
+                ids[name] = ended(title, whole, self.vocabulary.eos_id, name, length, self.trim)
+                is_trimmed |= len(ids[name]) <= len(whole)
+            yield Example(fields[i] | texts[i], ids['inputs'], ids.get('targets'), is_trimmed)
 
-    def fields_of(self, line: str | dict) -> dict:
+    def fields_of(self, row: str | dict) -> dict:
         """Return the fields of a line, or of a row of Parquet."""
         fields: dict = {}
-        if isinstance(line, dict):
-            fields = tables.as_json(line)
-        elif line.strip():
+        if isinstance(row, dict):
+            fields = tables.as_json(row)
+        elif row.strip():
             fields = tables.fields_of_line(
-                line, self.kind, self.text_field, self.header, self.delimiter
+                row, self.kind, self.text_field, self.header, self.delimiter
             )
         if self.kind != 'jsonl' and not any(fields.values()):
             raise Refused('no text: remove it, each line or row is an example')
         return fields
 
-    def texts_of(self, fields: Mapping) -> dict[str, str]:
-        """Return the inputs of a line and, if it has them, its targets."""
-        texts = {'inputs': self.filled('inputs', fields)}
-        is_text = []
-        for field in self.templates['targets'].fields:
-            value = value_at(fields, field)
-            is_text.append(isinstance(value, str) or tables.is_number(value))
-        if self.needs_targets or all(is_text):
-            texts['targets'] = self.filled('targets', fields)
+    def texts_of(self, fields: dict) -> dict[str, str]:
+        """Return the inputs of a line and, if it has them, its targets. Numbers are written as in JSON."""
+        texts = {}
+        for name, template in self.templates.items():
+            remedy = f'add it, or correct --config.data.{name}, data.kind or data.delimiter'
+            values = {}
+            for field in template.fields:
+                value = value_at(fields, field)
+                if tables.is_number(value):
+                    values[field] = tables.text_of_number(value)
+                elif isinstance(value, str) or name == 'inputs' or self.needs_targets:
+                    values[field] = tables.json_string(fields, field, remedy)
+            if values.keys() >= {*template.fields}:
+                texts[name] = template.fill(values)
         return texts
 
-    def filled(self, name: str, fields: Mapping) -> str:
-        """Return the inputs or targets of a line. Numbers are written as in the line, in Parquet as in JSON."""
-        template = self.templates[name]
-        values = {}
-        for field in template.fields:
-            value = value_at(fields, field)
-            if tables.is_number(value):
-                values[field] = tables.text_of_number(value)
-                continue
-            remedy = f'add it, or name others with --config.data.{name}'
-            values[field] = tables.json_string(dict(fields), field, remedy=remedy)
-        return template.fill(values)
 
-    def ended(self, name: str, ids: np.ndarray, where: str) -> np.ndarray:
-        title = f'the {name} {where}'
-        return ended(title, [*ids, self.vocabulary.eos_id], name, self.lengths[name], self.trim)
-
-
-def ended(title: str, ids: Sequence[int], name: str, length: int, trim: bool) -> np.ndarray:
-    """Return ids, int32, which end with EOS. Those that are too long are cut if the user says so."""
-    if len(ids) > length and not trim:
-        raise Refused(
-            f'{title} have {len(ids)} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
-        )
-    return np.array([*ids[:-1][: length - 1], ids[-1]], np.int32)
-
-
-def encode_text(
-    text: str, vocabulary: Vocabulary, length: int, trim: bool, title: str = '--text'
+def ended(
+    title: str, ids: Sequence[int] | np.ndarray, eos_id: int, name: str, length: int, trim: bool
 ) -> np.ndarray:
-    """Return the ids of --text, EOS included."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
-    [ids] = vocabulary.encode([text], glued_sentinels=True)
-    return ended(f'the words of {title}', [*ids, vocabulary.eos_id], 'inputs', length, trim)
+    """Return ids with EOS at their end, int32. Those that are too long are cut if the user says so."""
+    if len(ids) >= length and not trim:
+        raise Refused(
+            f'{title} have {len(ids) + 1} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
+        )
+    return np.array([*ids[: length - 1], eos_id], np.int32)

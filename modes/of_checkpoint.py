@@ -10,9 +10,10 @@ import checkpoint
 import formats.open
 import paths
 from configs import base, check
-from formats import own_model
+from formats import own_model, own_options
 from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
 from messages import Refused
+from model import T5Config
 from vocabulary import Vocabulary
 
 # Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
@@ -92,12 +93,29 @@ def with_restored_sizes(
     return config, ''
 
 
-def changes_model(directory: paths.AnyPath, changes: Mapping) -> bool:
-    """Return whether `changes` has settings of the model. Raises Refused if the checkpoint has none."""
-    changed = [key for key in changes if key.startswith('model.')]
-    if changed and 'model' not in check.read_stored(directory):
-        raise Refused(f'--config.{changed[0]}: {directory} has no settings: add --config=FILE')
-    return bool(changed)
+def settings_and_model(
+    directory: paths.AnyPath, config: ConfigDict | None, changes: Mapping
+) -> tuple[ConfigDict, T5Config | None]:
+    """Return the checked settings for a checkpoint or run, and the model that they name; None for its own.
+
+    `config` is that of --config. Without it, use `settings_of`; a model is named if `changes` has settings of it.
+    """
+    if config is None:
+        config = settings_of(directory, changes)
+        check.check(config)
+        changed = [key for key in changes if key.startswith('model.')]
+        if not changed:
+            return config, None
+        if 'model' not in check.read_stored(directory):
+            raise Refused(f'--config.{changed[0]}: {directory} has no settings: add --config=FILE')
+        if config.model.module and 'model.module' not in changes:
+            saved = formats.open.checkpoint_folder(directory)
+            config.model.module = own_model.module_of(saved, config.model.module)
+    check.check(config)
+    model_config = own_model.load(config.model)
+    options = own_options.as_dict(model_config.options)  # typed, and all of them
+    check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
+    return config, model_config
 
 
 def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vocabulary:

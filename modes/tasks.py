@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 from absl.flags import FlagValues
 from ml_collections import ConfigDict
 
@@ -21,10 +20,10 @@ from modes import process
 from run.examples import SPLITS, check_split
 from sources import NO_SPLIT, Record, Source
 from sources.open import find_cache
+from stream import OpenTask, Tokenized, TokenizedTask
 from tasks import t0, t5
 from tasks.mixtures import MetricFn, Mixture, Task
 from tasks.objectives import OBJECTIVES
-from tasks.preprocessors import Fields
 from vocabulary import Vocabulary
 
 WIDTH = 100
@@ -193,13 +192,14 @@ def describe_task(
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
     yield f'{task.name}: {source_of(task)}'
     yield f'splits: {splits_of(task)}; objective: {task.objective_name}; metrics: {metric_names or "none"}'
-    source = tasks.open.open_task(task, config).source
-    yield f'{source.description}.'
+    opened = tasks.open.open_task(task, config)
+    yield f'{opened.source.description}.'
     if num_examples:
         vocabulary = None
         if vocabulary_name:
             vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
-        lines = examples_of(task, records_of(source, task, split), config, vocabulary)
+        records = records_of(opened.source, task, split)
+        lines = examples_of(opened, records, config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
 
 
@@ -213,32 +213,24 @@ def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
 
 
 def examples_of(
-    task: Task, records: Iterator[Record], config: ConfigDict, vocabulary: Vocabulary | None
+    task: OpenTask, records: Iterator[Record], config: ConfigDict, vocabulary: Vocabulary | None
 ) -> Iterator[list[str]]:
     """Yield the lines of each example of a task: texts, and with a vocabulary ids."""
-    objective = None
+    tokenized = None
     if vocabulary is not None:
-        objective = task.open_objective(config, vocabulary)
+        tokenized = TokenizedTask(task, config, vocabulary)
     for record in records:
-        examples: Iterable[Fields] = [record.fields]
-        is_tokenized = any(isinstance(value, np.ndarray) for value in record.fields.values())
-        if not is_tokenized:  # else the record of a task cache is one example
-            examples = task.preprocess([record.fields])
+        examples: Iterable[Tokenized] = [Tokenized(record.name, record.fields, {})]
+        if tokenized is not None:
+            examples = tokenized.tokenize([record])
+        elif not task.source.is_tokenized:  # else the record of a task cache is one example
+            examples = [Tokenized(record.name, texts, {}) for texts in task.texts_of(record)]
         for example in examples:
             lines = ['', record.name]
-            for name, value in example.items():
+            for name, value in (example.texts or record.fields).items():
                 lines.append(f'  {name}: {value!r}')
-            if vocabulary is not None and objective is not None:
-                ids = {}  # without EOS
-                for feature in objective.features:
-                    value = example.get(feature, '')
-                    if isinstance(value, str):
-                        [of_feature] = vocabulary.encode_as_arrays([value])
-                    else:
-                        of_feature = np.asarray(value)
-                    has_eos = of_feature.size and of_feature[-1] == vocabulary.eos_id
-                    ids[feature] = of_feature[:-1] if has_eos else of_feature
-                for made in objective.examples([record.name], [ids], 0):
+            if tokenized is not None:
+                for made in tokenized.objective.examples([record.name], [example.ids], 0):
                     lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
                     lines.append(f'  ids of the targets: {made.targets.tolist()}')
             yield lines

@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 from permissions import another_user
 from questions import make_config
-from runs import ROOT, damage_line, metrics_of, run
+from runs import ROOT, metrics_of, run
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import infer
 import paths
-import tasks
-import tasks.open
-from formats.vocabulary import named_vocabulary
 from messages import Refused
-from modes import cache as cache_mode
 from modes import evaluate as evaluate_mode
 from prepare import prepare
 from run import results, workdir
@@ -270,22 +266,6 @@ def test_the_split_test_of_one_file_and_of_another(evaluated, evaluated_copy, ca
     assert files_of(evaluated_copy) == before
 
 
-def test_templates_and_what_is_held_out_count(evaluated):
-    """Settings that change the examples, though not the files."""
-    config = make_config(evaluated)
-    config.data.update(task='text_to_text', module='', files=f'{evaluated}/train.jsonl')
-    config.data.update(inputs='{q}', targets='{a}', metrics='accuracy', validation_fraction=0.5)
-    config.infer_eval.task = ''
-    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
-    found = []
-    for changes in ({}, {'inputs': 'q: {q}'}, {'targets': '{a}!'}, {'validation_fraction': 0.7}):
-        config.data.update(changes)
-        opened = infer_eval.open_tasks(config, 'validation')
-        [task] = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)
-        found.append(task.settings)
-    assert len(set(found)) == len(found)
-
-
 def test_a_run_that_goes_on_with_other_settings_keeps_its_results(evaluated, tmp_path, capsys):
     """Files for the split test are such settings, too, which do not concern the examples of `rank`."""
     folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
@@ -390,40 +370,6 @@ def test_a_limit_leaves_no_input_without_some_of_its_choices(evaluated, compiled
     assert [len(numbers[limit]) for limit in (1, 2, 3, 4, 5)] == [1, 3, 3, 6, 6]
 
 
-@pytest.mark.slow
-def test_a_cache_without_the_fields_of_its_metrics(evaluated, tmp_path):
-    """Refused before a model is there. A cache that --mode=cache makes has them."""
-    config = make_config(evaluated)
-    config.infer_eval.task = 'rank'
-    config.data.update(cache_dirs=str(tmp_path), use_cached='auto')
-    own = config.data.copy_and_resolve_references()
-    own.update(task='rank', num_workers=1)
-    cache_mode.cache(own)
-    vocabulary = named_vocabulary('data.vocabulary', 'bytes', config.data.extra_ids)
-    opened = infer_eval.open_tasks(config, 'validation')
-    assert opened[0].source.is_tokenized
-    cached = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)[0]
-    config.data.use_cached = 'no'
-    opened = infer_eval.open_tasks(config, 'validation')
-    expected = infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)[0]
-
-    def values(task):
-        examples = sorted(task.examples, key=lambda example: list(example.fields['idx']))
-        scores = [float(len(example.targets)) for example in examples]
-        return infer_eval.compute_metrics(task._replace(examples=examples), None, scores).values
-
-    assert values(cached) == values(expected)
-    config.data.use_cached = 'auto'
-    info = tmp_path / 'rank' / 'info.validation.json'
-    content = json.loads(info.read_text())
-    del content['features']['is_correct']
-    info.write_text(json.dumps(content))
-    opened = infer_eval.open_tasks(config, 'validation')
-    with pytest.raises(KeyError, match='is_correct') as error:
-        infer_eval.read_tasks(config, 'validation', vocabulary, opened, print)
-    assert 'rank' in error.value.__notes__[0]
-
-
 def test_the_best_step_by_a_task_metric(evaluated, compiled, tmp_path, capsys):
     metric = 'inference_eval/rank/accuracy'
     workdir = shutil.copytree(evaluated / 'run', tmp_path / 'run')
@@ -455,22 +401,6 @@ def test_training_refuses_what_cannot_be_evaluated(evaluated, tmp_path):
     assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
-def test_only_what_a_metric_needs_is_computed(evaluated, compiled, monkeypatch):
-    """The rank of choices needs scores and no answers."""
-    monkeypatch.setattr(infer, 'answer_batch', None)
-    monkeypatch.setattr(
-        infer, 'score_batch', lambda t5, examples, num_rows: [np.zeros(len(examples[0].targets))]
-    )
-    config = make_config(evaluated)
-    config.infer_eval.task = 'rank'
-    config.infer_eval.batch_size = 1
-    config.infer_eval.num_examples = 1
-    opened = infer_eval.open_tasks(config, 'validation')
-    found = infer_eval.read_tasks(config, 'validation', compiled.vocabulary, opened, print)
-    assert found[0].results(compiled).values == {'accuracy': 100.0}
-    assert found[0].results(compiled, stop=lambda count: 14 + count) is None
-
-
 # Settings, flags, and what is named.
 BAD = [
     ({'infer_eval.task': 'without_metrics'}, {}, "'without_metrics'"),
@@ -499,25 +429,6 @@ def test_bad_input_is_refused(evaluated):
             open_evaluation(evaluated, None, **flags, **changes)
 
 
-def test_another_vocabulary_is_refused(evaluated, uninterrupted):
-    with pytest.raises(Refused, match="data.vocabulary='bytes'"):
-        open_evaluation(evaluated, None, path=uninterrupted)
-
-
-def test_a_damaged_line_is_named(evaluated, tmp_path):
-    """formats/best_test.py has all kinds of damage."""
-    folder = tmp_path / 'run'
-    for name, step in (('inference_eval/qa-metrics.jsonl', 'last'), ('metrics.jsonl', 'best')):
-        shutil.copytree(evaluated / 'run', folder)
-        damage_line(folder / name, 2, '{"step": 2, "ru')
-        before = files_of(folder)
-        with pytest.raises(Refused) as error:
-            open_evaluation(evaluated, None, step=step, path=folder)
-        assert f'line 2 of {folder / name}' in str(error.value)
-        assert files_of(folder) == before
-        shutil.rmtree(folder)
-
-
 def test_damaged_files_of_a_run(evaluated, tmp_path):
     folder = shutil.copytree(evaluated / 'run', tmp_path / 'run')
     good = (folder / 'config.json').read_text()
@@ -541,10 +452,9 @@ def test_damaged_files_of_a_run(evaluated, tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path, monkeypatch):
     """One that is read-only, and one on a full disk."""
     (open_path / 'there').mkdir(mode=0o555)
-    chosen = evaluate_mode.Chosen(evaluated / 'run', is_run=True, steps=[6])
     for name in ('there', 'there/new/below'):
         with pytest.raises(Refused) as error, another_user():
-            evaluate_mode.output_folder(chosen, str(open_path / name))
+            evaluate_mode.output_folder(evaluated / 'run', str(open_path / name))
         assert str(open_path / name) in str(error.value)
     task = {'infer_eval.task': 'rank'}
     evaluation = open_evaluation(evaluated, compiled, open_path / 'out', 'last', **task)
@@ -558,30 +468,6 @@ def test_a_folder_that_cannot_be_written_is_named(evaluated, compiled, open_path
     assert (open_path / 'out/results.csv').exists()
 
 
-def test_records_of_the_settings_are_those_of_data_task_alone(evaluated):
-    config = make_config(evaluated).data
-    config.update(files='mine.csv', delimiter=';', validation_split='test')
-    assert tasks.open.settings_of_task(config, 'qa') is config
-    other = tasks.open.settings_of_task(config, 'rank')
-    assert (other.task, other.files, other.delimiter) == ('rank', '', '')
-    assert other.validation_split == ''
-    assert tasks.open.find(other).files.endswith('train.jsonl')
-
-
-@pytest.mark.slow
-def test_the_choices_of_an_input_are_scored_as_if_alone(compiled):
-    inputs = ['é', 'two words', 'x' * 40]
-    choices = [['a'], ['b', 'longer than b', ''], ['c', 'd' * 40]]
-    examples = []
-    for text, of_input in zip(inputs, choices, strict=True):
-        [ids, *targets] = [[*x, 1] for x in compiled.vocabulary.encode([text, *of_input])]
-        examples.append(infer.Example(ids, targets))
-    found = infer.score_batch(compiled, examples, num_rows=4)
-    for text, of_input, scores in zip(inputs, choices, found, strict=True):
-        expected = compiled.score([text] * len(of_input), of_input)
-        np.testing.assert_allclose(scores, expected, rtol=1e-5)
-
-
 def test_the_command_line(evaluated, command_line):
     """Without --config the settings are those of the run."""
     mode = '--mode=evaluate'
@@ -590,17 +476,3 @@ def test_the_command_line(evaluated, command_line):
     assert 'Step 3: rank_by_length is evaluated already' in result.stdout
     with pytest.raises(Refused, match='--checkpoint'):
         evaluate_mode.prepare(None, {}, checkpoint='')
-
-
-@pytest.mark.slow
-def test_a_mesh_gives_the_same_results(evaluated, compiled, tmp_path):
-    open_evaluation(evaluated, compiled, tmp_path / 'one', 'all').run()
-    changes = {'mesh.data': 2, 'mesh.model': 2}
-    open_evaluation(evaluated, None, tmp_path / 'four', 'all', **changes).run()
-    for name in ('qa-000006.jsonl', 'rank-000006.jsonl'):
-        lines = zip(
-            lines_of(tmp_path / 'one', name), lines_of(tmp_path / 'four', name), strict=True
-        )
-        for line, on_four in lines:
-            assert on_four.pop('score', 0) == pytest.approx(line.pop('score', 0), rel=1e-4)
-            assert on_four == line

@@ -313,7 +313,7 @@ def test_what_is_converted_and_answers_is_the_average(expected, tmp_path):
         checkpoint.parameters(tree), jax.tree.map(np.asarray, dict(average))
     )
     request = infer_mode.Request(str(expected), step='best', text='a lake')
-    assert infer_mode.prepare(request, None, {}).directory == expected / written.name
+    assert infer_mode.Job(request, None, {}).opened.directory == expected / written.name
 
 
 # Names and bad input.

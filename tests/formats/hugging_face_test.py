@@ -145,7 +145,7 @@ def test_generation_settings_that_differ_are_named(tmp_path, caplog, content, sa
     text = content if isinstance(content, str) else json.dumps(content)
     (folder / 'generation_config.json').write_text(text)
     request = infer_mode.Request(str(folder), text='a')
-    infer_mode.load(infer_mode.prepare(request, None, {'data.vocabulary': 'bytes'}))
+    infer_mode.load(infer_mode.Job(request, None, {'data.vocabulary': 'bytes'}))
     infer.load(folder, part='encoder')  # does not generate
     message = ''.join(caplog.messages)
     assert len(caplog.messages) == bool(said)

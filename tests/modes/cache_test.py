@@ -2,13 +2,6 @@
 
 import json
 import os
-import pathlib
-import signal
-import subprocess
-import sys
-import threading
-import time
-from concurrent import futures
 
 import chex
 import data_sets
@@ -24,11 +17,9 @@ import tasks.open
 import vocabulary as vocabularies
 from messages import Refused
 from modes import cache, command_line, errors
-from run.lock import alone_in
 from sources import cache as task_cache
-from stream import Stream, TokenizedTask
+from stream import Stream
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 NUM_ROWS = 60
 MODULE = """
 from tasks import Mixture, Task, proportional
@@ -271,33 +262,6 @@ def test_parts_that_cannot_be():
             command_line.parse_shard(text)
 
 
-def command(folder, *more):
-    config = cache_config(folder)
-    flags = [f'--config.data.{name}={config[name]}' for name in ('module', 'task', 'cache_dirs')]
-    program = [sys.executable, str(ROOT / 'main.py'), '--mode=cache']
-    return [*program, '--config=configs/tiny.py', '--config.data.vocabulary=bytes', *flags, *more]
-
-
-@pytest.mark.slow
-def test_a_killed_command_goes_on(tmp_path):
-    """The processes end with the command, and the same command makes the same cache."""
-    write_data(tmp_path)
-    lines = [f'line {i} ' + 'of many words ' * 20 for i in range(150_000)]
-    (tmp_path / 'text.txt').write_text('\n'.join(lines))
-    process = subprocess.Popen(command(tmp_path), cwd=ROOT, stderr=subprocess.DEVNULL)
-    folder = tmp_path / 'caches/text'
-    while not list(folder.glob('.progress/train*')):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 143
-    assert not (folder / 'COMPLETED').exists()
-    first = next(folder.glob('.progress/train*')).stem
-    written = (folder / first).stat().st_mtime_ns
-    subprocess.run(command(tmp_path), cwd=ROOT, check=True, capture_output=True)
-    assert (folder / first).stat().st_mtime_ns == written
-    assert texts_of(folder) == sorted(line.strip() for line in lines)
-
-
 @pytest.mark.peers
 def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
     seqio = pytest.importorskip('seqio', reason="SeqIO is not installed: pip install -e '.[peers]'")
@@ -319,27 +283,6 @@ def test_seqio_reads_the_same_content(tmp_path, expected, monkeypatch):
             ours = [[x[name].tolist() for name in features] for x in read(folder, split)]
             assert sorted(found) == sorted(ours)
             assert task.get_cached_stats(split)['examples'] == len(ours)
-
-
-def test_parts_may_begin_and_end_at_the_same_moment(tmp_path, expected):
-    """All write the same files about the whole cache."""
-    config = cache_config(tmp_path, task='my:sums', use_cached='no')
-    vocabulary = vocabularies.ByteVocabulary(100)
-    opened = tasks.open.open_task(tasks.open.find(config), config)
-    task = TokenizedTask(opened, config, vocabulary)
-    for number in range(4):
-        folder = tmp_path / f'{number}'
-        barrier = threading.Barrier(4)
-
-        def prepare(folder=folder, barrier=barrier):
-            barrier.wait()
-            with alone_in(folder):
-                cache.prepare_folder(folder, task, vocabulary)
-
-        with futures.ThreadPoolExecutor(4) as pool:
-            for part in [pool.submit(prepare) for _ in range(4)]:
-                part.result()
-        assert {path.name for path in folder.iterdir()} == {'.lock', '.progress', 'cache.json'}
 
 
 def test_other_fields_of_an_example_are_cached_too(tmp_path, in_this_process):

@@ -37,9 +37,8 @@ import infer
 import vocabulary as vocabularies
 from configs import check
 from messages import Refused
-from modes import convert, infer_input, process
-from modes import evaluate as evaluate_mode
 from modes import infer as infer_mode
+from modes import process
 from run.lock import lock
 from run.train_vocabulary import train_vocabulary
 
@@ -98,7 +97,7 @@ def write_encoder(folder):
 
 
 def do(changes=CHANGES, checkpoint=T5X, **request):
-    job = infer_mode.prepare(infer_mode.Request(str(checkpoint), **request), None, changes)
+    job = infer_mode.Job(infer_mode.Request(str(checkpoint), **request), None, changes)
     return infer_mode.infer_all(job)
 
 
@@ -180,21 +179,6 @@ def test_answers_are_those_of_generate_and_in_the_order_of_the_lines(
     assert [line['prediction'] for line in found] == expected
     do(input=str(file))
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == found
-
-
-def test_examples_are_tokenized_once(tmp_path, loaded, monkeypatch):
-    """What is wrong with one of them is found before anything is computed, and yet."""
-    file, content = write_examples(tmp_path)
-    tokenized = []
-    encode = vocabularies.ByteVocabulary.encode_as_arrays
-
-    def counted(self, texts, **options):
-        tokenized.extend(texts)
-        return encode(self, texts, **options)
-
-    monkeypatch.setattr(vocabularies.ByteVocabulary, 'encode_as_arrays', counted)
-    do(input=str(file), score=True, output_dir=str(tmp_path / 'out'))
-    assert tokenized == [example[name] for name in ('inputs', 'targets') for example in content]
 
 
 def test_fields_keep_their_order_and_numbers_their_kind(tmp_path, loaded, capsys):
@@ -458,30 +442,9 @@ def test_a_kill_at_any_change_of_a_file_changes_nothing(
     assert step - 1 > least_kills
 
 
-def test_a_kill_between_two_batches(tmp_path, loaded, questions, small_chunks, monkeypatch):
-    """Nothing is left that has the name of the results, and the same command makes all of them."""
-    request = {'input': questions, 'score': True}
-    do(**request, output_dir=str(tmp_path / 'whole'))
-    score_batch = infer.score_batch
-    folder = tmp_path / 'out'
-
-    def dying(t5, examples, num_rows):
-        if examples[0].number >= 16:
-            raise Killed
-        return score_batch(t5, examples, num_rows)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(infer, 'score_batch', dying)
-        with pytest.raises(Killed):
-            do(**request, output_dir=str(folder))
-    assert not list(folder.glob('questions-*'))
-    do(**request, output_dir=str(folder))
-    assert contents(folder) == contents(tmp_path / 'whole')
-
-
-@pytest.mark.parametrize('num_shards', [3, pytest.param(30, marks=pytest.mark.slow)])
-def test_shards(tmp_path, loaded, computed, num_shards):
-    """Each has every n-th example, of fewer examples than shards some have none."""
+def test_shards(tmp_path, loaded, computed):
+    """Each has every n-th example."""
+    num_shards = 3
     file, content = write_examples(tmp_path)
     request = {'input': str(file), 'score': True, 'fields': ('idx',)}
     do(**request, output_dir=str(tmp_path / 'whole'))
@@ -606,7 +569,7 @@ def test_results_of_a_model_that_was_exchanged_are_not_taken(tmp_path, loaded):
 
 
 def test_a_shard_is_written_by_one_process(tmp_path, loaded, questions):
-    with lock(tmp_path / '.lock-00000-of-00001', 'the shard', 'wait for it'):
+    with lock(tmp_path / '.lock-1-of-1', 'the shard', 'wait for it'):
         with pytest.raises(Refused, match='shard 1/1'):
             do(input=questions, output_dir=str(tmp_path))
 
@@ -621,50 +584,18 @@ def test_a_folder_that_may_not_be_written_is_named_before_the_model_is_read(open
             do(checkpoint=checkpoint, input=str(open_path / 'a.txt'), output_dir=folder)
 
 
-def test_a_full_disk_is_named_and_the_same_command_goes_on(
-    tmp_path, loaded, questions, small_chunks, monkeypatch
-):
-    """At any write."""
-    request = {'input': questions, 'score': True}
-    do(**request, output_dir=str(tmp_path / 'whole'))
-    folder = tmp_path / 'out'
-    fsync = os.fsync
-    full = open('/dev/full', 'wb', buffering=0)  # noqa: SIM115
-    for num_writes in range(20):
-        writes = itertools.count()
-
-        def write(descriptor, writes=writes, num_writes=num_writes):
-            if next(writes) >= num_writes:
-                full.write(b'a')
-            fsync(descriptor)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, 'fsync', write)
-            try:
-                do(**request, output_dir=str(folder))
-                break
-            except OSError as error:
-                assert str(folder) in str(error)
-    assert num_writes > 1
-    assert contents(folder).items() >= contents(tmp_path / 'whole').items()
-
-
 BAD_LINES = {
     'a.txt': ('one\n\nthree', 'line 2 of {file}'),
-    'b.txt': ('', '{file}'),
+    'b.txt': ('', 'b '),
     'c.txt': (b'one\n\xff', 'line 2 of {file}'),
     'd.jsonl': ('{"inputs": "a"}\n{', 'line 2 of {file}'),
-    'e.jsonl': ('[1]', 'line 1 of {file}'),
     'f.jsonl': ('{"input": "a"}', "line 1 of {file}: field 'inputs'"),
-    'g.jsonl': ('{"inputs": ["a"]}', "line 1 of {file}: field 'inputs'"),
     'h.txt': ('a' * 32, 'line 1 of {file}'),
     'i.parquet': ('a', '{file}'),
     'j.csv': ('inputs,b\n1', 'line 2 of {file}'),
-    'k.csv': ('"a\n1', 'line 1 of {file}'),
     'l.tsv': ('a\tb\n1\t2', '{file}'),
     'm.csv': ('inputs,b\n', 'm '),
     'j.txt.gz': (gzip.compress(b'a\n' * 99)[:-9], '{file}'),
-    'k.txt.gz': (b'no gzip', '{file}'),
     '*.none': (None, '{file}'),
 }
 
@@ -688,9 +619,6 @@ def test_a_long_text_is_cut_where_that_is_asked_for(tmp_path, loaded, capsys):
     assert found[0] == {'inputs': [100] * 31 + [1], 'inputs_pretokenized': 'a' * 99}
     with pytest.raises(Refused, match='--text'):
         do(text='a' * 99)
-    vocabulary = vocabularies.ByteVocabulary()
-    ids = infer_input.encode_text('aaa', vocabulary, length=3, trim=True)
-    assert ids.tolist() == [100, 100, 1]
 
 
 ONE = {'text': 'a'}
@@ -710,7 +638,7 @@ REFUSED = [
     ({'num_shards': 2, 'output_dir': 'x', 'input': '-'}, {}, '--shard=1/2'),
     ({'input': '-'}, {'data.kind': 'parquet'}, '--input=-'),
     ({'input': 'QUESTIONS', 'fields': ('id',)}, {}, "'id'"),
-    ({'input': 'TEXT', 'score': True}, {}, '--score'),
+    ({'input': 'TEXT', 'score': True}, {}, "field 'targets'"),
     ({}, {'data.task': 'text'}, "data.task='text'"),
     ({}, {'data.task': 'sums'}, 'test'),
     (ONE, {'decode.top_k': 3}, 'top_k=3'),
@@ -781,7 +709,7 @@ def test_a_prompt(terminal, t5, capsys):
     no_utf8 = UnicodeDecodeError('utf-8', b'\xff', 0, 1, 'invalid start byte')
     terminal('one', '', ' ', 'a' * 99, KeyboardInterrupt(), no_utf8, '\udcff', 'two words')
     changes = CHANGES | {'decode.beam_size': 2, 'decode.num_return': 2}
-    job = infer_mode.prepare(infer_mode.Request(str(T5X)), None, changes)
+    job = infer_mode.Job(infer_mode.Request(str(T5X)), None, changes)
     assert job.is_prompt
     infer_mode.answer_typed_lines(job, t5)
     captured = capsys.readouterr()
@@ -908,12 +836,3 @@ def test_encoding_with_a_checkpoint_that_has_no_decoder(tmp_path, t5):
     outputs, mask = t5.encode(['one', 'two words'])
     for i in range(2):
         assert_close(found['embeddings'][i], outputs[i, mask[i]].mean(axis=0), 1e-5)
-
-
-def test_an_encoder_is_no_model_that_answers(tmp_path):
-    encoder = write_encoder(tmp_path)
-    with pytest.raises(Refused, match=str(encoder)):
-        evaluate_mode.prepare(None, {'data.task': 'x'}, checkpoint=str(encoder))
-    with pytest.raises(Refused, match=str(encoder)):
-        convert.convert_checkpoint(encoder, tmp_path / 'to', 't5x')
-    assert not (tmp_path / 'to').exists()

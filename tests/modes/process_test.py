@@ -132,25 +132,6 @@ def test_platforms_that_are_not_here(tmp_path, platforms):
     assert line.startswith(f'main.py: JAX_PLATFORMS={platforms}: ')
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_64_bits_change_nothing(tmp_path):
-    """JAX_ENABLE_X64 is for other programs: losses, dropout, answers and scores are the same bits."""
-    found = []
-    for bits in ('0', '1'):
-        flags = f'{TRAIN} --config.model.dropout_rate=0.1 --workdir={bits}'
-        outputs = [shell(flags, tmp_path, JAX_ENABLE_X64=bits)]
-        model = f'--mode=infer --checkpoint={bits} --text=a --config.decode.max_length=5'
-        for options in ('beam_size=3', 'temperature=1.0 --config.decode.top_k=7'):
-            options = f'--config.decode.return_scores=True --config.decode.{options}'
-            outputs.append(shell(f'{model} {options}', tmp_path, JAX_ENABLE_X64=bits))
-        assert not any(done.returncode for done in outputs), outputs
-        values = json.loads((tmp_path / bits / 'metrics.jsonl').read_text().splitlines()[-1])
-        answers = [(done.stdout, done.stderr) for done in outputs[1:]]
-        found.append(({x: values[x] for x in values if 'timing' not in x}, answers))
-    assert found[0] == found[1]
-
-
 # Huge pages: when a program starts again, and that only its memory changes.
 
 PROGRAM = """

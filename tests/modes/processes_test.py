@@ -17,7 +17,7 @@ from modes import processes
 # Forks three processes that join, and sleep; one of them does what it is asked to. Prints the status of
 # each, and the seconds from then to its end. Their output is in files.
 PROGRAM = """
-import ctypes, json, os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 root, address, folder, chosen, action, heartbeat = sys.argv[1:]
 sys.path.insert(0, root)
 from messages import Refused
@@ -31,8 +31,6 @@ folder = pathlib.Path(folder)
 def act(number, action, group):
     if action.startswith('SIG'):
         os.kill(os.getpid(), getattr(signal, action))
-    if action == 'hold':  # Python's interpreter, for longer than the heartbeat
-        ctypes.PyDLL(None).sleep(3 * int(heartbeat))
     if action == 'settings':
         group.check_same({'seed': int(number == int(chosen)), 'model.emb_dim': 8})
     if action == 'line':
@@ -51,11 +49,6 @@ def work(number):
             act(number, action, group)
     except Exception as error:
         return group.fail(error, status=2 if errors.is_one_line(error) else 1)
-    if action == 'hold':
-        (folder / f'done-{number}').touch()
-        while len(list(folder.glob('done-*'))) < 3:
-            time.sleep(0.01)
-        return group.end(0)
     time.sleep(100)
 
 
@@ -106,25 +99,6 @@ def test_the_others_stop_when_a_process_is_lost(name, number, tmp_path):
     [line] = errors[0].splitlines()
     assert line.startswith(f'main.py: process {number} (pid ') and 'died or hangs' in line
     assert errors[1] == errors[2] == ''
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', first_in_ci(['SIGKILL', 'SIGSTOP']))
-def test_the_others_stop_when_process_0_is_lost(name, tmp_path):
-    """JAX ends them, with its own message."""
-    statuses, seconds, errors = run_three(tmp_path, 0, name, heartbeat=4)
-    assert statuses == [-signal.SIGKILL, -signal.SIGABRT, -signal.SIGABRT]
-    assert seconds < 4 + 5
-    assert all('JAX distributed service detected fatal errors' in x for x in errors[1:])
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_process_that_holds_the_interpreter_is_alive(tmp_path):
-    statuses, seconds, errors = run_three(tmp_path, 0, 'hold', heartbeat=20)
-    assert statuses == [0, 0, 0]
-    assert seconds > 60
-    assert errors == ['', '', '']
 
 
 @pytest.mark.slow
