@@ -81,8 +81,14 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
+    if None in (
+        sys.stdout,
+        sys.stderr,
+    ):  # the next file would get their number, and what libraries print
+        sys.exit(
+            'main.py: standard output or error is closed: redirect it to a file or to /dev/null'
+        )
     process.restart()
-    process.open_streams()
     status = main(sys.argv)
     process.finish_streams()
     sys.exit(status)

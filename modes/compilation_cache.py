@@ -8,8 +8,6 @@ from pathlib import Path
 
 import jax
 
-from modes import process
-
 MAX_BYTES = 2 * 2**30  # JAX deletes the least recently used programs
 MIN_COMPILE_SECONDS = 0.1  # faster compilations are not kept
 CPU_FIELDS = ('model', 'flags', 'CPU', 'Features')  # lines of /proc/cpuinfo, on x86 and ARM
@@ -20,7 +18,7 @@ def use() -> None:
 
     Several processes have no cache: programs of GPUs are tuned by all of them together, and one
     that finds its program here would leave the others waiting. A folder that cannot be made or
-    written is not used.
+    written is not used. After a kill or a full disk JAX may warn of a part of a program: remove the folder.
     """
     if 'JAX_COMPILATION_CACHE_DIR' in os.environ or jax.distributed.is_initialized():
         return
@@ -40,11 +38,3 @@ def use() -> None:
     jax.config.update('jax_compilation_cache_dir', str(folder))
     jax.config.update('jax_compilation_cache_max_size', MAX_BYTES)
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
-
-    # A kill or a full disk may leave a part of an entry. JAX warns, compiles, and keeps that part.
-    def empty_cache() -> None:
-        for file in [*folder.glob('*-cache'), *folder.glob('*-atime')]:
-            with contextlib.suppress(OSError):
-                file.unlink()
-
-    process.on_warning('persistent compilation cache', empty_cache)

@@ -16,7 +16,6 @@ REMEDIES = {
     errno.EDQUOT: FULL_REMEDY,
     errno.EFBIG: 'name a folder on a disk that takes larger files',
     errno.EPIPE: 'the program that reads the output has ended',
-    errno.EBADF: 'it is closed: redirect it to a file (> FILE)',
     errno.EIO: 'check the disk, or name a folder on another one',
 }
 MAX_LENGTH = 4000  # longest message: names and values in a file may have any length

@@ -213,10 +213,9 @@ class CheckpointEvaluation:
             return self.t5
 
         def read() -> infer.T5:
-            with process.returning_large_blocks():
-                loaded = infer.load(
-                    str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
-                )
+            loaded = infer.load(
+                str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
+            )
             check_rows(self.vocabulary, path, loaded.config.vocab_size)
             loaded.vocabulary = self.vocabulary
             return loaded

@@ -310,14 +310,13 @@ def infer_all(job: Job) -> list[str]:
 
 def load(job: Job) -> infer.T5:
     """Read the parameters of the checkpoint."""
-    with process.returning_large_blocks():
-        t5 = infer.load(
-            job.opened.directory,
-            config=job.named_model,
-            mesh=partition.make_mesh(**job.config.mesh),
-            dtype=job.config.restore.dtype,
-            part=MODEL_PART[job.request.encode],
-        )
+    t5 = infer.load(
+        job.opened.directory,
+        config=job.named_model,
+        mesh=partition.make_mesh(**job.config.mesh),
+        dtype=job.config.restore.dtype,
+        part=MODEL_PART[job.request.encode],
+    )
     t5.vocabulary = job.vocabulary
     return t5
 

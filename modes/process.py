@@ -3,19 +3,15 @@
 | what | by | until |
 |---|---|---|
 | huge pages: the program replaces itself, once (execv, GLIBC_TUNABLES) | `restart` | its end |
-| closed standard streams (descriptors 0 to 2) become the null device | `open_streams` | its end |
 | a standard stream that cannot be written becomes the null device | `writing`, `finish_streams` | its end |
 | standard output escapes names that are not UTF-8 | `begin` | its end |
 | JAX_ENABLE_X64, EPATH_USE_TF, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT | `begin` | its end |
-| threads of TensorBoard show no OSError (threading.excepthook) | `begin` | its end |
 | no search for cycles (gc) | `begin` | `Signals.begin_work` |
-| large blocks of memory are returned at once (mallopt) | `returning_large_blocks` | the with ends |
 | `SIGNALS` | `Signals` | its end |
 | line editing of `input` (readline) | `read_line` | its end |
 | SIGPIPE | `end_with_reader` | its end |
 | TF_CPP_MIN_LOG_LEVEL, if several processes run | `set_variables` | its end |
 | XLA_FLAGS and libtpu's variables, for devices that are not here | `set_variables` | its end |
-| the warning of a damaged compilation cache (warnings.showwarning) | `on_warning` | its end |
 | the exit of a process that cannot continue (os._exit) | `end_now`, `ending_after`, `Signals` | |
 
 Apart from these: run/prefetch.py changes its own worker processes, and train() in a notebook, without main.py,
@@ -23,24 +19,20 @@ listens to SIGINT while it runs. Imports no jax.
 """
 
 import contextlib
-import ctypes
 import gc
 import io
 import os
-import re
 import signal
 import socket
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 VARIABLE = 'GLIBC_TUNABLES'
 SETTING = 'glibc.malloc.hugetlb=1'
-FIRST_VERSION = [2, 35]  # of glibc; earlier ones lack the setting
 # The kernel's policy: always, madvise or never.
 POLICY = Path('/sys/kernel/mm/transparent_hugepage/enabled')
 
@@ -67,19 +59,15 @@ def begin() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
     gc.disable()  # prepared objects stay: searching them for cycles takes a tenth of the time
-    show = threading.excepthook
 
-    def show_unless_of_events(args: threading.ExceptHookArgs) -> None:
-        # The next `flush` of TensorBoard's writer raises the same error, which ends the run with its line.
-        is_of_events = 'AsyncWriter' in type(args.thread).__name__
-        if not (is_of_events and isinstance(args.exc_value, OSError)):
-            show(args)
 
-    threading.excepthook = show_unless_of_events
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the environment that a library reads when it is first used."""
+    os.environ.update(variables)
 
 
 # Huge pages on CPUs. XLA asks malloc for the temporary arrays of each step again, and a page of 4 KiB costs a fault
-# when it is first touched. glibc uses pages of 2 MiB if GLIBC_TUNABLES says so before the process starts.
+# when it is first touched. glibc uses pages of 2 MiB from 2.35 on, if GLIBC_TUNABLES says so before the process starts.
 
 
 def restart() -> None:
@@ -95,17 +83,14 @@ def restart() -> None:
 
 
 def is_supported() -> bool:
-    """Return whether JAX runs on CPUs here, and whether kernel and C library give huge pages on request."""
+    """Return whether JAX runs on CPUs here, and whether the kernel gives huge pages on request."""
     has_other_devices = find_spec('jax_plugins') or find_spec('libtpu')
     if os.environ.get('JAX_PLATFORMS', '') != 'cpu' and has_other_devices:
         return False
     try:
-        version = os.confstr('CS_GNU_LIBC_VERSION') or ''
-        policy = POLICY.read_text()
-    except (OSError, ValueError, AttributeError):  # not Linux, or another C library
+        return '[madvise]' in POLICY.read_text()
+    except OSError:  # not Linux
         return False
-    numbers = list(map(int, re.findall(r'\d+', version)))  # of 'glibc 2.36'
-    return numbers >= FIRST_VERSION and '[madvise]' in policy
 
 
 def is_program(original: list[str], arguments: list[str]) -> bool:
@@ -115,45 +100,6 @@ def is_program(original: list[str], arguments: list[str]) -> bool:
         if not option.startswith('-') or option.startswith('-m'):
             return False
     return original[num_options:] == arguments
-
-
-# Memory and variables.
-
-
-@contextlib.contextmanager
-def returning_large_blocks() -> Iterator[None]:
-    """Let the C library return large blocks to the system as soon as they are freed.
-
-    glibc keeps blocks of up to 32 MiB between arrays that stay: a tenth of the size of an XL encoder.
-    """
-    # Only glibc has it; where it is missing nothing is set.
-    mallopt = getattr(ctypes.CDLL(None), 'mallopt', lambda parameter, value: None)
-    trim_threshold = -1  # as in malloc.h
-    mmap_threshold = -3
-    mallopt(mmap_threshold, 2**20)
-    try:
-        yield
-    finally:  # the values that glibc reaches by itself
-        mallopt(mmap_threshold, 2**25)
-        mallopt(trim_threshold, 2**26)
-
-
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables of the environment that a library reads when it is first used."""
-    os.environ.update(variables)
-
-
-def on_warning(text: str, act: Callable[[], None]) -> None:
-    """Call `act` instead of showing a warning that has `text` in it."""
-    show = warnings.showwarning
-
-    def act_or_show(message: Warning | str, *others: Any, **named: Any) -> None:
-        if text in str(message):
-            act()
-        else:
-            show(message, *others, **named)
-
-    warnings.showwarning = act_or_show
 
 
 # Signals and ends.
@@ -249,23 +195,7 @@ def ending_after(seconds: float, text: str) -> Iterator[None]:
         alarm.cancel()
 
 
-# Standard input, output and error, which may be closed or cannot be written.
-
-
-def open_streams() -> None:
-    """Open the null device for the standard streams that are closed; writing to standard output then fails.
-
-    Otherwise the next file that is opened would get a number of theirs, and what libraries print there.
-    """
-    for number, flags in enumerate((os.O_RDONLY, os.O_RDONLY, os.O_WRONLY)):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, flags)  # takes the lowest free number
-    if sys.stdout is None:
-        sys.stdout = open(1, 'w', closefd=False)  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(2, 'w', closefd=False)  # noqa: SIM115
+# Standard output and error, which may not take what is written.
 
 
 def read_line(prompt: str) -> str:
@@ -294,14 +224,7 @@ def finish_streams() -> None:
 
 
 def print_lines(lines: Iterable[str], file: TextIO) -> None:
-    """Print lines as they are made. If that fails, make the others too, then raise OSError."""
-    fault = None
+    """Print lines as they are made. Raises OSError if that fails."""
     for line in lines:
-        if fault is None:
-            try:
-                with writing(file):
-                    print(line, file=file, flush=True)
-            except OSError as error:
-                fault = error
-    if fault is not None:
-        raise fault
+        with writing(file):
+            print(line, file=file, flush=True)

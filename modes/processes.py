@@ -164,7 +164,6 @@ class Group:
             while not self.has_ended.wait(TICK_SECONDS):
                 for number in set(self.everyone) - client.get_live_nodes(self.everyone).keys():
                     title = client.key_value_try_get(f'title/{number}')
-                    client.key_value_set(f'left/{number}', '', allow_overwrite=True)
                     announce(client, number, f'{title} died or hangs', grace=0)
 
     def _obey(self, client: '_jax.DistributedRuntimeClient') -> None:
@@ -174,19 +173,13 @@ class Group:
             return
         if 0 in (number, self.number):
             print(f'main.py: {reason}; {CONTINUES}', file=sys.stderr, flush=True)
-        self._leave(1)
+        self._leave(1, others_end_within=TICK_SECONDS)
 
-    def _leave(self, status: int) -> NoReturn:
-        """End this process after an error. Process 0, without which JAX aborts the others, ends last."""
-        assert self.client
+    def _leave(self, status: int, others_end_within: float) -> NoReturn:
+        """End this process after an error. Process 0, without which JAX aborts the others, ends after them."""
         self.has_ended.set()
-        self.client.key_value_set(f'left/{self.number}', '', allow_overwrite=True)
-        deadline = time.monotonic() + 2 * GRACE_SECONDS
-        while self.number == 0 and time.monotonic() < deadline:
-            if len(self.client.key_value_dir_get('left')) == len(self.everyone):
-                time.sleep(TICK_SECONDS)  # until those that have just said so have ended
-                break
-            time.sleep(0.1)
+        if self.number == 0:
+            time.sleep(others_end_within)
         process.end_now(status)
 
     def check_same(self, settings: Mapping[str, object]) -> None:
@@ -197,14 +190,14 @@ class Group:
         if self.number == 0:
             self.client.key_value_set('settings', json.dumps(own))
             return
-        answer = self.client.blocking_key_value_get('settings', 1000 * self.heartbeat)
-        first = json.loads(answer)
-        names = sorted(own.keys() | first.keys())
-        different = [name for name in names if own.get(name) != first.get(name)]
+        first = json.loads(self.client.blocking_key_value_get('settings', 1000 * self.heartbeat))
+        different = []
+        for name in sorted(own | first):
+            if own.get(name) != first.get(name):
+                different.append(f'{name}={own.get(name)}, not {first.get(name)}')
         if different:
-            found = [f'{name}={own.get(name)}, not {first.get(name)}' for name in different]
             raise Refused(
-                f'other settings than in process 0: {first_ten(found, separator="; ")}: give all the same command'
+                f'other settings than in process 0: {first_ten(different, "; ")}: give all the same command'
             )
 
     def fail(self, error: BaseException, status: int) -> int:
@@ -232,7 +225,7 @@ class Group:
         self.has_ended.set()
         reason = f'{self.title} ended with status {status}'
         announce(self.client, self.number, reason, GRACE_SECONDS)
-        self._leave(status)
+        self._leave(status, others_end_within=GRACE_SECONDS + TICK_SECONDS)
 
     def end(self, status: int) -> int:
         """Wait until all processes have done their work. Return `status`."""

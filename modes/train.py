@@ -36,8 +36,7 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
     config, line = with_restored_sizes(config, command_line.changes(), workdir)
     if line:
         Console().line(line)
-    with process.returning_large_blocks():
-        run = prepare(config, workdir)
+    run = prepare(config, workdir)
     run.workdir.lock.on_loss = lambda text: process.end_now(1, text)
     signals.begin_work(can_wait=True)
     number = train_traced(run, steps, lambda: signals.number)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -20,7 +19,6 @@ INFER = (
 )
 TRAIN = f'--config={ROOT}/configs/tiny.py --config.train.steps=1 --config.data.vocabulary=bytes'
 TRAIN += ' --config.eval.steps=1'
-CLOSED = f'standard output: Bad file descriptor: {errors.REMEDIES[9]}'
 FULL = f'standard output: No space left on device: {errors.FULL_REMEDY}'
 
 
@@ -60,15 +58,10 @@ def test_a_script_without_assertions_is_refused():
 
 
 @pytest.mark.slow
-def test_a_closed_output_is_an_error(tmp_path):
-    done = shell('--mode=tasks >&- <&-', tmp_path)
-    assert (done.returncode, done.stderr) == (1, f'main.py: {CLOSED}\n')
-
-
-@pytest.mark.slow
-def test_a_closed_standard_error_is_none(tmp_path):
-    done = shell('--mode=tasks 2>&- <&-', tmp_path)
-    assert (done.returncode, done.stderr) == (0, '') and 'glue_cola_v002' in done.stdout
+def test_a_closed_output_is_refused(tmp_path):
+    """A file would get its number, and what libraries print."""
+    done = shell('--mode=tasks >&-', tmp_path)
+    assert (done.returncode, done.stderr.count('\n')) == (1, 1) and '/dev/null' in done.stderr
 
 
 def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path):
@@ -76,23 +69,10 @@ def test_an_output_on_a_full_disk_is_an_error(command_line, tmp_path):
     assert (result.status, result.stderr.splitlines()[-1]) == (1, f'main.py: {FULL}')
 
 
-def test_work_is_done_though_its_lines_cannot_be_printed():
-    made = []
-
-    def lines():
-        for i in range(3):
-            made.append(i)
-            yield str(i)
-
-    with open('/dev/full', 'w') as file, pytest.raises(OSError) as failed:
-        process.print_lines(lines(), file)
-    assert made == [0, 1, 2] and errors.one_line(failed.value) == FULL
-
-
 @pytest.mark.slow
 def test_inference_without_standard_input(tmp_path):
     (tmp_path / 'in.txt').write_text('a\nb\n')
-    done = shell(f'{INFER} --input=in.txt 2>&- <&-', tmp_path)
+    done = shell(f'{INFER} --input=in.txt <&-', tmp_path)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2
     done = shell(f'{INFER} --input=- <&-', tmp_path)
     assert (done.returncode, done.stdout) == (2, '')
@@ -111,14 +91,10 @@ def test_the_reader_of_answers_ends(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('streams', first_in_ci(['>&- 2>&- <&-', '| head -1']))
-def test_a_run_needs_no_output(tmp_path, streams):
-    """What libraries print gets into no file of the run."""
-    done = shell(f'{TRAIN} --workdir=run {streams}', tmp_path)
+def test_a_run_needs_no_reader(tmp_path):
+    done = shell(f'{TRAIN} --workdir=run | head -1', tmp_path)
     assert (done.returncode, done.stderr) == (0, '')
     assert checkpoint.steps(tmp_path / 'run') == [1]
-    for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines():
-        json.loads(line)
 
 
 # The environment tells JAX what to use.
@@ -194,22 +170,18 @@ def test_the_users_own_setting_and_debuggers_are_left_alone(tmp_path, options, e
 
 
 @pytest.mark.parametrize(
-    'version, policy, supported',
+    'policy, supported',
     [
-        ('glibc 2.36', 'always [madvise] never', True),
-        ('glibc 2.35', 'always [madvise] never', True),
-        ('glibc 2.4', 'always [madvise] never', False),
-        ('glibc 2.36', '[always] madvise never', False),  # all memory has them
-        ('glibc 2.36', 'always madvise [never]', False),
-        ('glibc 2.36', None, False),
-        (None, 'always [madvise] never', False),
+        ('always [madvise] never', True),
+        ('[always] madvise never', False),  # all memory has them
+        ('always madvise [never]', False),
+        (None, False),
     ],
 )
-def test_machines(tmp_path, monkeypatch, version, policy, supported):
+def test_machines(tmp_path, monkeypatch, policy, supported):
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
-    monkeypatch.setattr(os, 'confstr', lambda name: version)
     file = tmp_path / 'enabled'
     if policy is not None:
         file.write_text(policy)
-    monkeypatch.setattr(process, 'POLICY', pathlib.Path(file))
+    monkeypatch.setattr(process, 'POLICY', file)
     assert process.is_supported() == supported
