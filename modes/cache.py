@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -45,7 +44,6 @@ BYTES_PER_SHARD = 1 << 24  # plain text
 MAX_SHARDS = 1024
 COMPRESSION = 3  # roughly the ratio of gzipped text
 RECORDS_AT_ONCE = 128  # records tokenized together
-SECONDS_BETWEEN_REPORTS = 1.0
 PROGRESS = '.progress'  # the folder of the statistics of finished shards
 
 
@@ -282,24 +280,18 @@ def vocabulary_of(config: ConfigDict) -> Vocabulary:
 
 
 def reports(config: ConfigDict, jobs: Sequence[Job]) -> Iterator[tuple[int, int, list[str]]]:
-    """Write shards. Yield the new examples, new shards and lines left out, every second and after each shard."""
+    """Write shards. Yield the new examples, new shards and lines left out, of each group of records."""
     vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))
     opened: dict[str, TokenizedTask] = {}
-    reported = time.monotonic()
     for job in jobs:
         if job.task not in opened:
             opened_task = tasks.open.open_task(found[job.task], config)
             opened[job.task] = TokenizedTask(opened_task, config, vocabulary)
         task = opened[job.task]
-        num_examples = 0
-        for count in write_shard(task, job):
-            num_examples += count
-            if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
-                yield num_examples, 0, task.source.faults()[0]
-                num_examples = 0
-                reported = time.monotonic()
-        yield num_examples, 1, task.source.faults()[0]
+        for num_examples in write_shard(task, job):
+            yield num_examples, 0, task.source.faults()[0]
+        yield 0, 1, task.source.faults()[0]
 
 
 def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) -> None:

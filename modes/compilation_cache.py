@@ -17,8 +17,8 @@ def use() -> None:
     """Keep compiled programs in the user's cache folder, unless JAX is told of another one.
 
     Several processes have no cache: programs of GPUs are tuned by all of them together, and one
-    that finds its program here would leave the others waiting. A folder that cannot be made or
-    written is not used. After a kill or a full disk JAX may warn of a part of a program: remove the folder.
+    that finds its program here would leave the others waiting. A folder that cannot be made is
+    not used. JAX warns of one that cannot be written, and of a part of a program, which a kill leaves: remove it.
     """
     if 'JAX_COMPILATION_CACHE_DIR' in os.environ or jax.distributed.is_initialized():
         return

@@ -46,14 +46,13 @@ import model
 import partition
 import paths
 import user_code
-from formats import own_model, own_options
+from formats import own_model
 from messages import Refused, first_ten
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
 from randomness import digest
 from run import checks, results
 from run.agreement import check_alike
-from run.console import describe_trimming
 from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, check_split, read_split
 from run.lock import lock
@@ -107,8 +106,7 @@ class Part:
     examples: list[infer.Example] = dataclasses.field(default_factory=list)
     written: list[dict] = dataclasses.field(default_factory=list)  # the fields that a line has
     num_examples: int = 0  # all shards together
-    num_trimmed: int = 0
-    digest: str = ''  # a hash of what is predicted and written, of all shards
+    digest: str = ''  # a hash of the examples of all shards
 
 
 class Job:
@@ -140,7 +138,7 @@ class Job:
         infer.words_of(self.decoding, self.vocabulary, vocab_size)
         if settings.top_k > vocab_size:
             raise Refused(f'decode.top_k={settings.top_k}: must be at most {vocab_size}')
-        self.messages: list[str] = []  # on examples that were cut or left out
+        self.messages: list[str] = []  # on examples that were left out
         self.parts: Iterable[Part] = ()
         if request.text is not None:
             self.text_ids = encode_text(self, request.text, '--text')
@@ -217,15 +215,19 @@ def parts_of(job: Job) -> Iterable[Part]:
             job.messages.extend(f'Left out: {fault}' for fault in task.source.faults()[0])
     for part in parts:
         check_alike(f'the examples of {part.name}', part.digest.encode())
-        job.messages.extend(describe_trimming({part.name: [part.num_examples, part.num_trimmed]}))
     return parts
 
 
 def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterator[Part]:
+    """Yield the lines of standard input that are there together."""
     first = 0
-    for group in lines.groups():
-        yield read(lines.name, group, request, first)
-        first += len(group)
+    group = []
+    for example in lines:
+        group.append(example)
+        if not lines.has_more:
+            yield read(lines.name, group, request, first)
+            first += len(group)
+            group = []
 
 
 def read(name: str, examples: Iterable[Example], request: Request, first: int = 0) -> Part:
@@ -237,18 +239,15 @@ def read(name: str, examples: Iterable[Example], request: Request, first: int = 
     content = hashlib.blake2b(digest_size=16)
     for number, example in enumerate(examples, start=first):
         written = selected(example.features(), request.fields)
-        content.update(example.inputs.tobytes())
         targets = example.targets
-        if request.score and targets is not None:
-            content.update(b' targets ' + targets.tobytes())
         if targets is None or request.encode:
             targets = np.zeros(0, np.int32)
         if number % request.num_shards == request.shard - 1:
             part.examples.append(infer.Example(example.inputs, targets, number))
             part.written.append(written)
         part.num_examples += 1
-        part.num_trimmed += example.is_trimmed
-        content.update(json.dumps(written, default=results.json_default).encode())
+        facts = [written, example.inputs, targets]
+        content.update(json.dumps(facts, default=results.json_default).encode())
     if part.num_examples == 0:
         raise Refused(f'{name} has no example: name another split or file')
     part.digest = content.hexdigest()
@@ -273,10 +272,6 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
 
 def encode_text(job: Job, text: str, title: str) -> np.ndarray:
     """Return the ids of a text that is typed, EOS included."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refused(f'{title} is not UTF-8: write it in UTF-8') from None
     [ids] = job.vocabulary.encode([text], glued_sentinels=True)
     length = job.config.data.lengths.inputs
     title = f'the words of {title}'
@@ -339,7 +334,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
             return
         except KeyboardInterrupt:
             print(flush=True)
-        except UnicodeDecodeError:
+        except UnicodeError:
             say('this line is not UTF-8: write it in UTF-8')
         except Refused as error:
             say(error)
@@ -449,13 +444,11 @@ def write_files(job: Job) -> list[str]:
     folder = paths.disk_path(request.output_dir)
     files = outputs(job)
     is_first = jax.process_index() == 0
-    with contextlib.ExitStack() as stack:
+    shard = f'{request.shard}/{request.num_shards}'
+    lock_file = folder / f'.lock-{shard.replace("/", "-of-")}'
+    remedy = 'wait for it, or give each process its own --shard=i/n'
+    with lock(lock_file, f'shard {shard} of {folder}', remedy, is_first):
         if is_first:
-            stack.enter_context(paths.naming(folder))
-            shard = f'{request.shard}/{request.num_shards}'
-            lock_file = folder / f'.lock-{shard.replace("/", "-of-")}'
-            remedy = 'wait for it, or give each process its own --shard=i/n'
-            stack.enter_context(lock(lock_file, f'shard {shard} of {folder}', remedy))
             check_output(job)  # another shard may have begun
             if not (folder / SETTINGS).exists():
                 content = json.dumps(settings_as_json(job), indent=1).encode()
@@ -467,7 +460,7 @@ def write_files(job: Job) -> list[str]:
         if missing:
             write_missing(job, missing)
         if is_first:
-            lock_file.unlink(missing_ok=True)
+            lock_file.unlink()
     if request.encode:
         return [f'The encodings of {part.name} are in {folder}' for part in job.parts]
     return [f'The results are in {path}' for path in files]
@@ -509,11 +502,7 @@ def settings_as_json(job: Job) -> dict:
     """Return everything that the results depend on."""
     request = job.request
     model_config = job.opened.config
-    model_settings: dict = {'dtype': model_config.dtype}
-    for name, content in own_model.files_of(model_config).items():
-        model_settings[name] = digest([content])
-    if model_config.options is not None:
-        model_settings['options'] = own_options.as_dict(model_config.options)
+    files = {name: digest([x]) for name, x in own_model.files_of(model_config).items()}
     decode_settings = job.config.decode.to_dict()
     if decode_settings['module']:
         file = user_code.module_file('decode.module', decode_settings['module'])
@@ -522,7 +511,7 @@ def settings_as_json(job: Job) -> dict:
     settings = {
         'checkpoint': {'path': str(directory), 'files': formats.open.identity(directory)},
         'vocabulary': job.vocabulary.hash,
-        'model': model_settings,
+        'model': own_model.as_settings(model_config) | files,
         'restore': {'dtype': job.config.restore.dtype},
         'mode': job.mode,
         'decode': decode_settings,

@@ -112,20 +112,6 @@ class FileExamples:
         while group := list(itertools.islice(rows, num_at_once)):
             yield from self.examples_of(group)
 
-    def groups(self) -> Iterator[list[Example]]:
-        """Yield the examples of standard input that are there together, at a bad line those before it."""
-        group: list[Example] = []
-        try:
-            for example in self:
-                group.append(example)
-                if not self.has_more:
-                    yield group
-                    group = []
-        except Refused:
-            if group:
-                yield group
-            raise
-
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield the lines of a file, which may be gzipped, with their numbers; those of a table without its header.
 
@@ -196,14 +182,12 @@ class FileExamples:
         every_ids = iter(self.vocabulary.encode_as_arrays(every_text, glued_sentinels=True))
         for i, (number, _) in enumerate(rows):
             ids = {}
-            is_trimmed = False
             for name in texts[i]:
                 title = f'the {name} in {self.unit} {number} of {self.title}'
                 whole = next(every_ids)
                 length = self.config.lengths[name]
                 ids[name] = ended(title, whole, self.vocabulary.eos_id, name, length, self.trim)
-                is_trimmed |= len(ids[name]) <= len(whole)
-            yield Example(fields[i] | texts[i], ids['inputs'], ids.get('targets'), is_trimmed)
+            yield Example(fields[i] | texts[i], ids['inputs'], ids.get('targets'))
 
     def fields_of(self, row: str | dict) -> dict:
         """Return the fields of a line, or of a row of Parquet."""

@@ -28,7 +28,7 @@ class Example(NamedTuple):
     fields: Fields  # its texts among them; in a task cache, all of the record
     inputs: np.ndarray  # int32 [length]: ids, EOS included, at most data.lengths
     targets: np.ndarray | None  # the same; None for a line of a file without targets
-    is_trimmed: bool
+    is_trimmed: bool = False  # a task's: its texts were longer than a row
 
     def text(self, feature: str, vocabulary: Vocabulary) -> str:
         """Return the inputs or targets as text: that of the record, or that of the ids if it has none."""

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from permissions import full_disk
 from runs import ENVIRONMENT, ROOT
 
 # Compiles a program as a command does, and prints whether the cache had it, and its result.
@@ -48,11 +47,8 @@ def test_a_program_is_compiled_once(tmp_path):
 
 @pytest.mark.slow
 def test_other_folders(tmp_path):
-    """One that takes no files is not used; JAX's own setting has precedence."""
+    """One that cannot be made is not used; JAX's own setting has precedence."""
     (tmp_path / 'file').touch()
-    _, result = compile_once(tmp_path / 'file')
-    with full_disk(100):
-        assert compile_once(tmp_path / 'full') == [0, result]
-    assert not entries(tmp_path / 'full')
+    compile_once(tmp_path / 'file')
     compile_once(tmp_path / 'ours', JAX_COMPILATION_CACHE_DIR=str(tmp_path / 'mine'))
     assert not (tmp_path / 'ours').exists()
