@@ -18,7 +18,6 @@ REMEDIES = {
     errno.EPIPE: 'the program that reads the output has ended',
     errno.EIO: 'check the disk, or name a folder on another one',
 }
-MAX_LENGTH = 4000  # longest message: names and values in a file may have any length
 OUT_OF_MEMORY = 'RESOURCE_EXHAUSTED'  # how XLA's message begins
 MEMORY_REMEDY = 'use more of train.num_microbatches, smaller batches, or more devices'
 
@@ -47,8 +46,6 @@ def one_line(error: BaseException) -> str:
     """Return the message of `error` without line breaks."""
     text = ' '.join(paths.reason(error).split())
     text = text.encode(errors='backslashreplace').decode()  # names of files that are not UTF-8
-    if len(text) > MAX_LENGTH:  # the file is named at its beginning, the remedy at its end
-        text = f'{text[: MAX_LENGTH // 2]} ... {text[-MAX_LENGTH // 2 :]}'
     if isinstance(error, OSError) and error.errno:  # the system's
         text += f': {REMEDIES.get(error.errno, NAME_REMEDY)}'
     if text.startswith(OUT_OF_MEMORY):

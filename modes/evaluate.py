@@ -283,10 +283,7 @@ def check_files_of_run(
     file = directory / 'data_files.json'
     if not stored or stored['data']['task'] != config.data.task or not file.exists():
         return
-    try:
-        known = {FileRecord(**record).content for record in json.loads(file.read_bytes())}
-    except (ValueError, TypeError) as error:
-        raise Refused(f'{file} is damaged ({error}): restore it from a copy') from error
+    known = {FileRecord(**record).content for record in json.loads(file.read_bytes())}
     found = tasks.open.find(config.data)
     for task in opened:
         if task.name != found.name or task.source.corpus != stored['corpus']:

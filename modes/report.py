@@ -157,14 +157,11 @@ def answers_of(folder: Path) -> Column:
 def read_example(content: bytes, title: str) -> tuple[str, str]:
     """Return the texts of an example in TASK-STEP.jsonl, 'input → target', and its answer or score."""
     line = paths.json_object(content, title)
-    try:
-        fields = line['input']
-        inputs = fields['inputs_pretokenized'] or f'ids {fields["inputs"]}'
-        target = fields['targets_pretokenized'] or f'ids {fields["targets"]}'
-        answer = code(line['output']) if 'output' in line else f'score {line["score"]:.5g}'
-        return f'{code(inputs)} → {code(target)}', answer
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f'{title} is damaged ({error}): {paths.RESTORE_LINE}') from error
+    fields = line['input']
+    inputs = fields['inputs_pretokenized'] or f'ids {fields["inputs"]}'
+    target = fields['targets_pretokenized'] or f'ids {fields["targets"]}'
+    answer = code(line['output']) if 'output' in line else f'score {line["score"]:.5g}'
+    return f'{code(inputs)} → {code(target)}', answer
 
 
 def code(text: str, limit: int = MAX_CHARACTERS) -> str:

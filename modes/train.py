@@ -87,11 +87,7 @@ def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
         return results
 
     def write() -> None:
-        try:
-            jax.profiler.stop_trace()
-        except (RuntimeError, OSError) as error:  # a full disk does not end the run
-            run.console.line(f'{folder} has no trace: {error}')
-            return
+        jax.profiler.stop_trace()
         run.console.line(f'The trace is in {folder}.')
 
     with contextlib.ExitStack() as at_end:  # also where the run ends before the last of `steps`

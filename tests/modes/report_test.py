@@ -93,10 +93,9 @@ def test_a_run_in_progress(uninterrupted, tmp_path):
         report.write([str(run)])
 
 
-@pytest.mark.parametrize('text', ['{"input": {"inputs_pretokeni', '{}', '{"input": 5}'])
-def test_a_damaged_example_is_named(evaluated, tmp_path, text):
+def test_a_damaged_example_is_named(evaluated, tmp_path):
     run = shutil.copytree(evaluated / 'run', tmp_path / 'run')
-    damage_line(run / 'inference_eval/rank-000006.jsonl', 2, text)
+    damage_line(run / 'inference_eval/rank-000006.jsonl', 2, '{"input": {')
     with pytest.raises(Refused, match='line 2 of .*/rank-000006.jsonl'):
         report.write([str(run)])
     assert not (run / 'report.md').exists()
