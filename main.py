@@ -81,13 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
-    if None in (
-        sys.stdout,
-        sys.stderr,
-    ):  # the next file would get their number, and what libraries print
-        sys.exit(
-            'main.py: standard output or error is closed: redirect it to a file or to /dev/null'
-        )
+    process.check_streams()
     process.restart()
     status = main(sys.argv)
     process.finish_streams()

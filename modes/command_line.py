@@ -27,9 +27,11 @@ FLAGS_OF_MODE = {
     'tasks': ['config', 'split', 'examples', 'vocabulary'],
 }
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
-# The words of model.options: --config.model.options.NAME=VALUE, or with a value that is the next word.
-OPTION = re.compile(r'--?(no)?config\.model\.options(\.([^=]*))?(=(.*))?', re.DOTALL)
-OPTIONS: dict[str, str | bool] = {}  # {'model.options.NAME': text} of the command line
+# The words of model.options: --config.model.options.NAME=VALUE.
+OPTION = re.compile(
+    r'--?(?:config\.model\.options\.(\w+)=(.*)|(?:no)?config\.model\.options.*)', re.DOTALL
+)
+OPTIONS: dict[str, str] = {}  # {'model.options.NAME': text} of the command line
 WORDS: list[str] = []  # the others, which ml_collections searches for settings
 FLAGS = flags.FLAGS
 
@@ -206,30 +208,22 @@ def explain_flag(error: flags.Error) -> str:
 def take_options(argv: list[str]) -> list[str]:
     """Return the words of a command line without those of model.options, which OPTIONS gets.
 
-    Their names are known only after model.module is. A name without a value is True, as absl has it of
-    other settings, and with 'no' before it False.
+    Their names are known only after model.module is.
     """
     OPTIONS.clear()
     words = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    for word in argv:
         match = OPTION.fullmatch(word)
         if not match:
             words.append(word)
             continue
-        negation, _, name, equals, text = match.groups()
-        if not name or not name.isidentifier() or (negation and equals):
+        name, text = match.groups()
+        key = f'{settings.OPTIONS}{name}'
+        if name is None:
             raise Refused(f'{word}: set one of the options, --config.{settings.OPTIONS}NAME=VALUE')
-        key = settings.OPTIONS + name
         if key in OPTIONS:
             raise Refused(f'--config.{key} is given twice: give it once')
-        if equals:
-            OPTIONS[key] = text
-        elif negation or not rest or re.match(r'-(?![\d.])', rest[0]):  # the next word is a flag
-            OPTIONS[key] = not negation
-        else:
-            OPTIONS[key] = rest.pop(0)
+        OPTIONS[key] = text
     return words
 
 

@@ -198,6 +198,12 @@ def ending_after(seconds: float, text: str) -> Iterator[None]:
 # Standard output and error, which may not take what is written.
 
 
+def check_streams() -> None:
+    """End the program if a stream is closed: a file would get its number, and what libraries print."""
+    if None in (sys.stdout, sys.stderr):
+        sys.exit('main.py: standard output or error is closed: redirect it to /dev/null')
+
+
 def read_line(prompt: str) -> str:
     """Return a line that is typed at a terminal, with the keys of readline. Raises EOFError at its end."""
     with contextlib.suppress(ImportError):
