@@ -193,12 +193,6 @@ def test_processes_that_read_other_examples_are_refused(monkeypatch):
         check_alike('the examples of qa', b'12')
 
 
-def test_standard_input_in_two_processes_is_refused(monkeypatch):
-    monkeypatch.setattr(infer_mode.jax, 'process_count', lambda: 2)
-    with pytest.raises(Refused, match='--input=-'):
-        infer_mode.check_request(infer_mode.Request('runs/a', input='-'))
-
-
 # An error after unsaved steps. The arguments are those of PROGRAM.
 FAILING = """
 import json

@@ -815,13 +815,3 @@ def test_one_text_on_the_command_line(command_line, uninterrupted):
     result = command_line('--mode=infer', *flags)
     assert result.status == 0, result.stderr
     assert result.stdout == f'{expected}\n'
-
-
-def test_encoding_with_a_checkpoint_that_has_no_decoder(tmp_path, t5):
-    (tmp_path / 'in.txt').write_text('one\ntwo words\n')
-    request = {'input': f'{tmp_path}/in.txt', 'output_dir': f'{tmp_path}/out'}
-    do(checkpoint=write_encoder(tmp_path), encode=True, pool='mean', **request)
-    found = load_file(tmp_path / 'out/in-encodings-00000-of-00001.safetensors')
-    outputs, mask = t5.encode(['one', 'two words'])
-    for i in range(2):
-        assert_close(found['embeddings'][i], outputs[i, mask[i]].mean(axis=0), 1e-5)
