@@ -46,8 +46,9 @@ import model
 import partition
 import paths
 import user_code
+from answers import batches
+from answers.options import Decoding
 from configs import check
-from decode import Decoding
 from formats import own_model, own_options
 from messages import Refused, first_ten
 from model import T5Config
@@ -63,7 +64,7 @@ from vocabulary import Vocabulary
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.
-EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
+EXAMPLES_PER_FILE = {'none': 256, 'mean': batches.EXAMPLES_PER_CHUNK}
 
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
@@ -173,8 +174,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
     model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
-    decoding = decoding_of(config.decode, vocabulary)
-    infer.words_of(decoding, vocabulary, vocab_size)
+    decoding = decoding_of(config.decode, vocabulary, vocab_size)
     if config.decode.top_k > vocab_size:
         raise Refused(f'decode.top_k={config.decode.top_k}: must be at most {vocab_size}')
     parts: list[Part] = []
@@ -323,7 +323,7 @@ def answer_arriving_lines(lines: infer_input.FileExamples, job: Job, t5: infer.T
     num_examples = 0
     num_trimmed = 0
     with tqdm.tqdm(unit=' examples', desc=lines.name, mininterval=30.0) as bar:
-        for group in infer_input.as_they_come(lines, infer.EXAMPLES_PER_CHUNK):
+        for group in infer_input.as_they_come(lines, batches.EXAMPLES_PER_CHUNK):
             part = read(lines.name, group, job.request, first=num_examples)
             print_now(lines_of(job, t5, part, bar.update))
             num_examples += part.num_examples

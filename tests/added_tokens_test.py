@@ -273,7 +273,9 @@ def test_a_run_keeps_its_tokens(tmp_path, corpus):
         t5 = infer.load(folder)
         assert t5.vocabulary.added_tokens == expected.added_tokens
         assert t5.vocabulary.encode(['te<sep>es']) == expected.encode(['te<sep>es'])
-        assert t5.generate(['te<sep>es'], 4) == infer.load(folders[0]).generate(['te<sep>es'], 4)
+        assert t5.generate(['te<sep>es'], max_length=4) == infer.load(folders[0]).generate(
+            ['te<sep>es'], max_length=4
+        )
     config.restore.path = str(tmp_path / 'hf/out')  # a run that starts there needs not name them
     config.data.added_tokens = ()
     config.train.steps = 1

@@ -8,16 +8,27 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
+PACKAGES = (
+    'answers',
+    'configs',
+    'families',
+    'formats',
+    'modes',
+    'run',
+    'sources',
+    't5_in_haiku',
+    'tasks',
+)
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 LAYERS = (
     {'kernels', 'randomness', 'messages'},
-    {'paths'},
+    {'paths', 'configs.setting'},
+    {'answers.options'},
     {'partition', 'user_code', 'configs', 'run.buckets'},
     {'decode'},
     {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
-    {'stream'},
+    {'stream', 'answers'},
     {'tasks', 'formats'},
     {'validation', 'infer'},
     {'run'},
@@ -41,8 +52,8 @@ CORE = {
     'vocabulary': 220,
     'validation': 280,
     'checkpoint': 650,
-    'decode': 650,
-    'infer': 710,
+    'decode': 410,
+    'infer': 420,
     'messages': 50,
     'paths': 290,
     'randomness': 60,
@@ -55,7 +66,7 @@ DOORS = {
     'prepare': {'run', 'sources', 'tasks', 'formats'},
     'train': {'run'},
     'stream': {'sources'},
-    'infer': {'formats'},
+    'infer': {'formats', 'answers'},
     'paths': {'run'},
 }
 # What is imported inside of functions alone: foreign formats, and the clients of clouds, which lie above `paths`.
@@ -155,7 +166,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('train', 27, 7700, 7900), ('infer', 11, 4400, 7900), ('model', 5, 2270, 2270)],
+    [('train', 29, 7700, 7900), ('infer', 17, 4400, 7900), ('model', 5, 2270, 2270)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""
