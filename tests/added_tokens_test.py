@@ -129,9 +129,9 @@ def test_the_first_update(name):
     path = 'token_embedder/embedding'
     params = {path: jnp.asarray(rng.standard_normal((512, 128)), jnp.float32)}
     state = tx.init(params)
-    for _ in range(5):
+    for step in range(5):
         grads = {path: jnp.asarray(rng.standard_normal((512, 128)), jnp.float32)}
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, step=step)
         params = {path: params[path] + updates[path]}
     index = state_names.to_t5x(jnp.int32(5), params, state)
     shapes = jax.eval_shape(tx.init, {path: jax.ShapeDtypeStruct((640, 128), jnp.float32)})
@@ -144,8 +144,8 @@ def test_the_first_update(name):
     assert {p: np.shape(x) for p, x in tree.items()} == expected
     _, new_params, new_state = state_names.from_t5x(tree, shapes)
     grads = rng.standard_normal((640, 128)).astype(np.float32)
-    before, _ = tx.update({path: jnp.asarray(grads[:512])}, state, params)
-    after, _ = tx.update({path: jnp.asarray(grads)}, new_state, new_params)
+    before, _ = tx.update({path: jnp.asarray(grads[:512])}, state, params, step=5)
+    after, _ = tx.update({path: jnp.asarray(grads)}, new_state, new_params, step=5)
 
     def rms(x):
         return float(jnp.sqrt((x**2).mean()))
