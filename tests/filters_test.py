@@ -125,34 +125,19 @@ def our_answers(t5, settings, inputs=None):
     return answers
 
 
-OFTEN = (8, 9, 11)  # settings that run without being asked for
+OFTEN = (8, 9, 11)  # cases that run often, over a split vocabulary too
+ANSWERS = []
+for i in range(1 + len(SETTINGS)):
+    ANSWERS.append(pytest.param(i, (1, 1), marks=() if i == OFTEN[-1] else pytest.mark.slow))
+for i in OFTEN:
+    ANSWERS.append(pytest.param(i, (2, 4), marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(
-    'case',
-    [
-        pytest.param(i, marks=() if i == OFTEN[-1] else pytest.mark.slow)
-        for i in range(1 + len(SETTINGS))
-    ],
-)
-def test_answers_are_those_of_transformers(case):
+@pytest.mark.parametrize('case, mesh_shape', ANSWERS)
+def test_answers_are_those_of_transformers(case, mesh_shape):
     case = golden()['cases'][case]
     assert case['settings'] in [{}, *SETTINGS]
-    assert our_answers(model_on(1, 1), case['settings']) == case['answers']
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'settings',
-    [
-        pytest.param(x, marks=() if 1 + i in OFTEN else pytest.mark.long)
-        for i, x in enumerate(SETTINGS)
-    ],
-    ids=str,
-)
-def test_answers_over_a_split_vocabulary(settings):
-    [expected] = [x['answers'] for x in golden()['cases'] if x['settings'] == settings]
-    assert our_answers(model_on(2, 4), settings) == expected
+    assert our_answers(model_on(*mesh_shape), case['settings']) == case['answers']
 
 
 @pytest.mark.peers
@@ -225,18 +210,6 @@ def test_a_filter_sees_bos_the_tokens_and_its_ids():
 def random_rows(seed, num_rows=8, length=9):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(num_rows, V)), rng.integers(2, 6, (num_rows, length)).tolist()
-
-
-@pytest.mark.parametrize('size', [1, 2, 10, 12, 100])
-def test_no_ngram_is_repeated(size):
-    logits, tokens = random_rows(size)
-    found = apply(functools.partial(filters.forbid_repeated_ngrams, size), logits, tokens)
-    for row, of_row in enumerate(tokens):
-        read = [0, *of_row]
-        seen = {tuple(read[i : i + size]) for i in range(len(read) - size + 1)}
-        for token in range(V):
-            is_repeated = tuple([*read, token][-size:]) in seen and size <= len(read)
-            assert np.isneginf(found[row, token]) == is_repeated
 
 
 @pytest.mark.peers
@@ -329,24 +302,6 @@ def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
     assert t5.generate(texts, max_length=20, stop=(second, first))[0] == answers[0][:1]
     answers = t5.generate(texts, max_length=20, prompts=['so: '] * 3)
     assert t5.generate(texts, max_length=20, prompts=['so: '] * 3, stop=': ') == answers
-
-
-@pytest.mark.slow
-def test_a_stop_text_ends_the_loop(monkeypatch):
-    """The device takes one more token, EOS."""
-    t5 = of_bytes()
-    [answer] = t5.generate(['one'], max_length=20)
-    seen = []
-    before_stop = words.before_stop
-
-    def note(vocabulary, tokens, *arguments):
-        seen.append(tokens)
-        return before_stop(vocabulary, tokens, *arguments)
-
-    monkeypatch.setattr(words, 'before_stop', note)
-    t5.generate(['one'], max_length=20, stop=[answer[2]])
-    end = answer.index(answer[2])
-    assert [BYTES.decode(seen[0]), seen[0][-1]] == [answer[: end + 1], EOS_ID]
 
 
 @pytest.mark.slow
@@ -459,7 +414,7 @@ def test_settings_and_a_file_of_filters(tmp_path, monkeypatch):
     config.module = 'no_digits'
     config.stop = ('.',)
     config.max_length = 9
-    decoding = decoding_of(config, BYTES)
+    decoding = decoding_of(config, BYTES, BYTES.size)
     assert (len(decoding.filters), decoding.stop) == (1, ('.',))
     answers = infer.answer_batch(
         of_bytes(), decoding, [infer.Example([5 + i, 1]) for i in range(9)]

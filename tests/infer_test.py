@@ -4,7 +4,6 @@ golden/: made by running T5X, TensorFlow's Saver and transformers; its READMEs s
 """
 
 import dataclasses
-import functools
 import os
 import pathlib
 import shutil
@@ -23,7 +22,6 @@ import infer
 import model
 import partition
 import vocabulary as vocabularies
-from formats import hugging_face, mesh_tf
 from modes import convert
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
@@ -126,11 +124,6 @@ def test_scores_and_greedy_answers_are_T5Xs(golden, monkeypatch):
     monkeypatch.chdir(GOLDEN)
     relative = os.path.join('..', 'golden', os.path.relpath(golden / 'checkpoint_0'))
     check_scores_and_greedy(golden, relative, mesh_shape=(2, 2, 2))
-
-
-@pytest.mark.slow
-def test_scores_and_greedy_answers_on_one_device_are_T5Xs(golden):
-    check_scores_and_greedy(golden, golden / 'checkpoint_0', mesh_shape=(1, 1))
 
 
 def best_first(arrays, num_beams):
@@ -420,26 +413,6 @@ def test_the_encoder_of_every_format(path):
         assert not outputs[~mask].any()
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """The names of the arrays that are read of Mesh-TF and Hugging Face."""
-    names = []
-    for entry in (mesh_tf.BundleEntry, hugging_face.SafetensorsEntry):
-        read = entry.read
-        monkeypatch.setattr(
-            entry, 'read', lambda self, read=read: names.append(self.name) or read(self)
-        )
-    return names
-
-
-@pytest.mark.parametrize('path', [MESH_TF, HUGGING_FACE], ids=['mesh_tf', 'hf'])
-def test_of_an_encoder_no_array_of_the_decoder_is_read(path, reads):
-    t5 = infer.load(path, part='encoder')
-    num_read = len([name for name in reads if name != 'global_step'])
-    assert num_read == len(t5.arrays)
-    assert not [name for name in reads if name.startswith(('decoder', 'lm_head'))]
-
-
 @pytest.mark.parametrize('ours', [False, True])
 def test_of_an_encoder_no_file_of_the_decoder_is_read(tmp_path, ours):
     """In T5X's layout, with checksums and without, where the encoder's still count."""
@@ -625,20 +598,6 @@ def test_batches_are_sorted_by_length_and_results_are_in_order(monkeypatch, num_
         if batch[0].number // 10 == following[0].number // 10:
             shortest = min(len(example.inputs) for example in batch)
             assert len(following[0].inputs) <= shortest + 64  # the lengths compiled for are coarse
-
-
-@pytest.mark.slow
-def test_many_examples_are_answered_as_few(t5, monkeypatch):
-    """What is drawn depends on the number of an example, not on its batch."""
-    monkeypatch.setattr('answers.batches.EXAMPLES_PER_CHUNK', 6)
-    examples = random_examples(9, max_length=30)
-    inputs = [example.inputs for example in examples]
-    options = {'max_length': 3, 'temperature': 1.0, 'seed': 5}
-    answer = functools.partial(infer.answer_batch, t5, infer.Decoding(**options))
-    answers = list(infer.in_batches(answer, examples, 2))
-    assert [[i for i in x.tokens[0] if i > 1] for x in answers] == t5.generate(inputs, **options)
-    some = list(infer.in_batches(answer, examples[5:7], 2))
-    assert [x.tokens for x in some] == [x.tokens for x in answers[5:7]]
 
 
 def test_a_text_that_is_too_long(t5):
