@@ -97,12 +97,6 @@ def state_specs(
     return jax.tree_util.tree_map_with_path(spec, opt_state)
 
 
-def slots(opt_state: optax.OptState, params: Collection[str]) -> list[jax.Array]:
-    """Return the arrays of an optimizer's state that belong to a parameter."""
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-    return [x for keys, x in leaves if parameter_index(keys, params) is not None]
-
-
 def leaf_path(keys: KeyPath, params: Collection[str]) -> str:
     """Return the path in T5X's tree of the leaf at `keys`, without a number."""
     index = parameter_index(keys, params)

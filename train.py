@@ -65,7 +65,7 @@ def train_step(
     metrics['learning_rate'] = spec.schedule(state.step)
     metrics['gradient_norm'] = optimizer.norm(grads)
     totals = [metrics['loss'], metrics['gradient_norm'], optimizer.norm(updates)]
-    totals += map(kernels.sum, state_names.slots(opt_state, trained))
+    totals += map(kernels.sum, jax.tree.leaves(opt_state))
     metrics['finite'] = jnp.isfinite(sum(totals))
     new = TrainState(state.step + 1, params, opt_state)
     if spec.skips_not_finite:

@@ -29,23 +29,15 @@ class Decoding:
     drawn tokens and of beams. They change the scores of beams, but no others.
     """
 
-    max_length: int = option(
-        128,
-        'Most tokens of an answer, EOS included. In config.decode, by default those of the targets.',
-        SIZE,
-    )
+    max_length: int = option(128, 'Most tokens of an answer, EOS included.', SIZE)
     beam_size: int = option(1, 'Beams of a beam search. 1 for none.', Range(1, 1024))
-    alpha: float = option(
-        0.6, 'Exponent of the brevity penalty of beams, ((5 + length) / 6)^alpha.', Range(0, 100)
-    )
+    alpha: float = option(0.6, "Beams' brevity penalty: ((5 + length) / 6)^alpha.", Range(0, 100))
     temperature: float | Sequence[float] = option(
         0.0,
         'Above 0, draw tokens. `generate` takes one number, or one for each input.',
         Range(0, 1e6),
     )
-    top_k: int = option(
-        0, 'Draw from this many of the most likely tokens. 0 for all.', Range(0, 2**24)
-    )
+    top_k: int = option(0, 'Draw from this many most likely tokens. 0 for all.', Range(0, 2**24))
     top_p: float = option(
         0.0, 'Draw from the most likely tokens with this total probability. 0 for all.', FRACTION
     )

@@ -332,7 +332,7 @@ def settings() -> ConfigDict:
     config.decode = ConfigDict()
     for name, setting in options.SETTINGS.items():
         config.decode[name] = setting
-    config.decode.max_length = Setting(config.data.lengths.targets.default, SIZE)
+    config.decode.max_length = Setting(config.data.lengths.targets.default, SIZE)  # a row's
     # A Python file of your own, as a path or as its name in the current folder, with a function
     # filters(vocabulary) that returns a list of filters: see decode.py, `filtered`.
     config.decode.module = ''
