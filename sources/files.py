@@ -13,7 +13,7 @@ import paths
 from messages import Refused, first_ten
 from run import buckets
 
-# A longer line of plain text is cut into documents of at most sources.text.CUT_BYTES.
+# A longer line of plain text is a bad one: a text without newlines would be one document.
 MAX_LINE_BYTES = 1 << 20
 # Files in buckets. A lane holds SEQUENTIAL_READ_AHEAD bytes of each gzipped shard that it reads.
 SEQUENTIAL_READ_AHEAD = 2 << 20

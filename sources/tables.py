@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from messages import Refused, first_ten, named
 from sources import BadLines, Record, names_of_values, value_at
-from sources.files import is_gzipped, kind_of
+from sources.files import MAX_LINE_BYTES, is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
 
@@ -107,6 +107,10 @@ class LineParser:
     def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = self.kind_of(path)
+        if kind == 'text' and len(content) > MAX_LINE_BYTES:
+            raise Refused(
+                f'it has more than {MAX_LINE_BYTES:,} bytes: cut the lines with `fold -s -w 2000 FILE`'
+            )
         is_first = position < 2 and position == int(is_gzipped(path))
         line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):

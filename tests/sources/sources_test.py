@@ -150,7 +150,7 @@ BAD_LINES = {
         b'{"text": ' + b'[' * 100_000,
         b'{"text": ' + b'1' * 5000 + b'}',
     ],
-    'txt': [b'sch\xf6n'],
+    'txt': [b'sch\xf6n', b'long ' * 250_000],
 }
 GZIP_HEADER = gzip.compress(b'')[:10]
 BROKEN_GZIPS = {
@@ -384,82 +384,6 @@ def test_large_files_are_sampled(tmp_path):
         found.add(sources.files.content_digest(str(path), paths.FileStatus(1 << 20)))
         content[500_000] ^= 1
     assert len(found) == 2
-
-
-def write_long_and_short_lines(path, random):
-    """Lines of 0 to 300 bytes, one of exactly 64: with and without spaces, of one byte and more."""
-    alphabets = ['ab ', 'é😀', 'aé日😀 ', 'xyz', 'a\u3000\x0b\t\r ']
-    content = b''
-    for size in [*random.choice([0, 1, 5, 30, 63, 65, 130, 300], 8), 64]:
-        letters = list(alphabets[random.integers(len(alphabets))])
-        line = ''.join(random.choice(letters, size)).encode()[:size]
-        if size == 64:
-            line = b'b' * 63  # with its newline exactly the limit
-        content += line + [b'\n', b'\r\n', b'\n\n'][random.integers(3)]
-    if random.integers(2):
-        content = content.rstrip(b'\n')
-    path.write_bytes(content)
-    return content
-
-
-class OffsetsAndLines:
-    """In place of a LineParser."""
-
-    kind_of = staticmethod(sources.files.kind_of)
-
-    def __call__(self, path, offset, line):
-        return offset, line
-
-
-@pytest.mark.parametrize('cut_bytes', [1, 7, 1000])
-@pytest.mark.parametrize('block_bytes', [1, 5, 32])
-def test_every_byte_of_long_lines_comes_once(tmp_path, monkeypatch, block_bytes, cut_bytes):
-    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
-    monkeypatch.setattr(sources.text, 'CUT_BYTES', cut_bytes)
-    monkeypatch.setattr(sources.deal, 'MAX_BLOCK_BYTES', block_bytes)
-    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 1)
-    random = np.random.default_rng(block_bytes)
-    for trial in range(10):
-        path = tmp_path / f'{trial}.txt'
-        content = write_long_and_short_lines(path, random)
-        [file] = sources.files.read_records('train', {str(path): paths.status_of(path)})
-        blocks = sources.text.PlainFiles([file], OffsetsAndLines())
-        parts = [part for block in range(blocks.num_blocks) for part in blocks.read(block)]
-        assert b''.join(line for _, line in parts) == content
-        sizes = [len(line) for _, line in parts]
-        assert [offset for offset, _ in parts] == [0, *itertools.accumulate(sizes[:-1])]
-        assert all(len(line) <= 64 for _, line in parts)
-        short = {line for line in content.splitlines(keepends=True) if len(line) <= 64}
-        if b'\r' not in content and b'\x0b' not in content:
-            assert short <= {line for _, line in parts}  # they are not cut
-
-
-def test_a_long_line_is_cut_between_words_and_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources.files, 'MAX_LINE_BYTES', 64)
-    monkeypatch.setattr(sources.text, 'CUT_BYTES', 16)
-    monkeypatch.setattr(sources.deal, 'MIN_BLOCKS', 8)
-    words = ' '.join(f'word{i}' for i in range(200))
-    characters = ''.join(map(chr, range(0x3041, 0x3041 + 500)))
-    for text, space in ((words, ' '), (characters, '')):
-        for name in ('a.txt', 'a.txt.gz'):
-            path = tmp_path / name
-            open_file = gzip.open if name.endswith('.gz') else open
-            with open_file(path, 'wb') as file:
-                file.write(f'first\n{text}\nlast'.encode())
-            source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.2))
-            found = sum(epoch_documents(source), [])
-            texts = [text for _, text in found]
-            texts.remove('first')
-            texts.remove('last')
-            assert len(texts) > 18
-            parts = space.join(texts)
-            assert sorted(parts.split() if space else parts) == sorted(
-                text.split() if space else text
-            )
-            splits = [epoch_documents(source, splits=[split]) for split in ('train', 'validation')]
-            assert all(any(lanes) for lanes in splits) and all(splits[0])
-            if name.endswith('.gz'):
-                assert {name.rsplit(':')[-1] for name, _ in found} == {'1', '2', '3'}
 
 
 @pytest.fixture
