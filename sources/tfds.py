@@ -259,20 +259,11 @@ class TFRecords(ByteRanges, TfdsRecords):
             last = run.status.num_bytes
             if run.num_records != run.num_in_shard:
                 bounds = [*record_offsets(run.path).tolist(), last]
-                check_num_records(run.path, len(bounds) - 1, run.num_in_shard)
                 first = bounds[run.first]
                 last = bounds[run.first + run.num_records]
             ranges.append(ByteRange(run.path, run.status.num_bytes, first, last))
         num_bytes = sum(part.last - part.first for part in ranges)
         self.divide_ranges(ranges, block_size(num_bytes, self.num_records))
-
-
-def check_num_records(path: str, found: int, expected: int) -> None:
-    """Raise Refused if a shard has another number of records than dataset_info.json says."""
-    if found != expected:
-        raise Refused(
-            f'{path} has {found:,} records, dataset_info.json says {expected:,}: copy both'
-        )
 
 
 class ArrayRecords(TfdsRecords):
@@ -309,7 +300,7 @@ class ArrayRecords(TfdsRecords):
     def read_record(self, run: Run, i: int) -> bytes:
         """Return record number `i` of a file. Raises RuntimeError for a damaged one."""
         with self.lock:
-            reader = self.reader(run.path, run.num_in_shard)
+            reader = self.reader(run.path)
             try:
                 if reader.record_index() != i:
                     reader.seek(i)
@@ -319,16 +310,13 @@ class ArrayRecords(TfdsRecords):
                 raise
 
 
-def open_array_record(path: str, num_records: int) -> 'ArrayRecordReader':
-    """Return the reader of an ArrayRecord file with `num_records`."""
+def open_array_record(path: str) -> 'ArrayRecordReader':
     module = importlib.import_module('array_record.python.array_record_module')
     with any_error_named(f'{path} cannot be opened: copy the file again'):
         reader = module.ArrayRecordReader(
             path, READER_OPTIONS, file_reader_buffer_size=deal.MAX_BLOCK_BYTES
         )
-        found = reader.num_records()
         reader.seek(0)
-    check_num_records(path, found, num_records)
     return reader
 
 

@@ -385,18 +385,16 @@ def test_a_folder_without_a_part(own_root):
 
 
 def test_a_damaged_record_or_a_truncated_shard_stops_the_run(own_root):
-    """So does one that has other records than dataset_info.json says."""
-    old, shard = sorted((own_root / 'made_up/1.0.0').glob('*train*0000[12]-of*'))
+    [shard] = (own_root / 'made_up/1.0.0').glob('*train*00002-of*')
     content = shard.read_bytes()
     damage(shard, 200)
     source = sources.open.open_source(make_config(own_root))
     with pytest.raises(Refused, match=str(shard)) as error:
         records_of(source.train)
     assert '\n' not in str(error.value)
-    for other in (content[:-20], old.read_bytes()):
-        shard.write_bytes(other)
-        with pytest.raises(Refused, match=str(shard)):
-            records_of(open_part(own_root, 'train[60:70]'))
+    shard.write_bytes(content[:-20])
+    with pytest.raises(Refused, match=str(shard)):
+        records_of(open_part(own_root, 'train[60:70]'))
 
 
 # Without TensorFlow.
