@@ -300,7 +300,6 @@ TARGETS = {
     'JSON Lines, gzipped': Target('a.jsonl.gz', gzip.compress(JSON_LINES), read_lines),
     'CSV': Target('a.csv', TABLE.encode(), read_lines),
     'TFRecord': Target('train.tfrecord-00000-of-00001', write_cache, read_cache, tfrecords),
-    'info.json of a cache': Target('info.train.json', write_cache, read_cache, json_file),
     'index of a cache': Target('train.index-00000-of-00001', write_cache, read_cache),
     'msgpack index': Target('checkpoint', write_t5x, read_checkpoint, index_of_t5x),
     '.zarray': Target(f'{KERNEL}/.zarray', write_t5x, read_array, json_file),
