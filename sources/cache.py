@@ -16,6 +16,7 @@ seqio/utils.py. Imports no jax and no TensorFlow.
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import re
@@ -317,7 +318,8 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
     """Return the ids of example `i` of a shard."""
     start, num_inputs, num_targets, crc = shard.entries[i].tolist()
     ids = shard.ids[start : start + num_inputs + num_targets]
-    if google_crc32c.value(ids.tobytes()) != crc:
+    end_of_last = sum(itertools.chain(*shard.entries[i - 1 : i, :3].tolist()))
+    if start != end_of_last or google_crc32c.value(ids.tobytes()) != crc:  # zeros have a valid one
         raise Refused(f'{shard.path}: example {i} is damaged: cache the task again')
     return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
 
