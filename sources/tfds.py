@@ -63,10 +63,9 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     folder = root / path / version
     files = [folder / 'dataset_info.json', folder / 'features.json']
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
-        names = first_ten(prepared(root)) or 'none'
         raise Refused(
-            f'{root} does not hold this data set, its data sets are {names}: name one, or '
-            f"prepare it there with 'tfds build {path}'"
+            f'{root} does not hold this data set, of {path!r} it has the versions {first_ten(versions) or "none"}: '
+            f"name one, or prepare it there with 'tfds build {path}'"
         )
     return folder
 
@@ -76,18 +75,6 @@ def versions_of(folder: paths.AnyPath) -> list[str]:
     names = [child.name for child in paths.list_folder(folder)]
     versions = [name for name in names if VERSION.fullmatch(name)]
     return sorted(versions, key=lambda version: [int(part) for part in version.split('.')])
-
-
-def prepared(root: paths.AnyPath) -> list[str]:
-    """Return the names of the data sets in a folder, with their versions; a bucket is not searched."""
-    if not isinstance(root, Path):
-        return ['not listed']
-    names = []
-    for file in [*root.glob('*/*/dataset_info.json'), *root.glob('*/*/*/dataset_info.json')]:
-        folder = file.parent
-        if VERSION.fullmatch(folder.name):
-            names.append(f'{folder.parent.relative_to(root)}:{folder.name}')
-    return sorted(names)
 
 
 class DataSet:

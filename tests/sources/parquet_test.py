@@ -263,14 +263,6 @@ def test_kinds_that_do_not_mix(tmp_path):
     assert sorted(texts_of(source)) == ['a', 'b']
 
 
-def test_names_in_any_case(tmp_path):
-    write(tmp_path / 'a.PARQUET', {'text': ['a']})
-    assert texts_of(sources.open.open_source(make_config(files=f'{tmp_path}/*'))) == ['a']
-    write(tmp_path / 'a.data', {'text': ['b']})
-    config = make_config(files=f'{tmp_path}/a.data', kind='parquet')
-    assert texts_of(sources.open.open_source(config)) == ['b']
-
-
 # Structs and lists, as data sets have them on the Hugging Face hub.
 
 NESTED = {'inputs': '{question} {answers/answer_start/0}', 'targets': '{answers/text/0}'}

@@ -129,13 +129,6 @@ def test_files_of_another_split(tmp_path):
     assert sources.open.open_source(make_config(**files)).fingerprint not in fingerprints
 
 
-def test_c4_without_files_is_pydoc_and_says_so(pydoc, pydoc_documents, monkeypatch):
-    monkeypatch.setattr(sources.pydoc, 'documents', lambda: pydoc_documents)
-    c4 = sources.open.open_source(make_config(task='c4_v220_span_corruption'))
-    assert (pydoc.corpus, c4.corpus) == ('pydoc', 'pydoc instead of C4')
-    assert c4.fingerprint == pydoc.fingerprint
-
-
 # Lines that are left out, or stop the run.
 BAD_LINES = {
     'json': [
