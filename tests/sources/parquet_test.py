@@ -265,24 +265,6 @@ def test_kinds_that_do_not_mix(tmp_path):
 
 # Structs and lists, as data sets have them on the Hugging Face hub.
 
-NESTED = {'inputs': '{question} {answers/answer_start/0}', 'targets': '{answers/text/0}'}
-
-
-def test_values_in_structs_and_lists():
-    rows = pq.read_table(HUNT / 'squad.parquet').to_pylist()
-    config = make_config(
-        files=str(HUNT / 'squad.parquet'), validation_fraction=0.0, on_bad_line='skip', **NESTED
-    )
-    expected = []
-    for row in rows:
-        answers = row['answers']
-        if answers['text']:
-            expected.append((row['question'], str(answers['answer_start'][0]), answers['text'][0]))
-    found = [tuple(record.values()) for record in records_of(sources.open.open_source(config))]
-    assert sorted(found) == sorted(expected)
-    whole = sources.open.open_source(config, whole_records=True)
-    assert sorted(records_of(whole), key=repr) == sorted(rows, key=repr)
-
 
 def test_kinds_of_structs_and_lists(tmp_path):
     """As JSON Lines with the same values: bytes that are no text are a bad row, NaN is null."""

@@ -312,19 +312,6 @@ def test_a_file_is_of_one_split_whatever_its_name(tmp_path, monkeypatch):
             sources.open.open_source(make_config(files='a.txt', validation_files=name))
 
 
-@pytest.mark.parametrize('name', ['a.csv', 'a.tsv', 'a.csv.gz'])
-def test_a_table_that_is_written_again_is_read_again(tmp_path, name):
-    """In one process, as in a notebook: with the names of its columns."""
-    path = tmp_path / name
-    between = '\t' if 'tsv' in name else ','
-    for columns, row in (('number text', '1 new'), ('text number', 'newer 2')):
-        content = f'{columns}\n{row}'.replace(' ', between).encode()
-        path.write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
-        source = sources.open.open_source(make_config(files=str(path), validation_fraction=0.0))
-        [record] = source.records('train')
-        assert record.fields['text'].startswith('new')
-
-
 def test_changes_of_files_are_described(tmp_path):
     old = write_text_files(tmp_path / 'a').files
     changed = tmp_path / 'a/3.txt'
