@@ -25,12 +25,7 @@ from configs import check
 from messages import Refused, first_ten
 from model import T5Config
 from modes import command_line, process
-from modes.of_checkpoint import (
-    check_rows,
-    settings_and_model,
-    settings_of,
-    vocabulary_of_checkpoint,
-)
+from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
 from paths import AnyPath
 from randomness import digest
 from run import checks, results, task_metrics, workdir
@@ -40,7 +35,6 @@ from sources.files import FileRecord
 from stream import OpenTask
 
 SECONDS_BETWEEN_LOOKS = 10.0  # for a new checkpoint
-RESULT_SETTINGS = ('decode.', 'data.', 'model.', 'infer_eval.num_examples', 'restore.dtype')
 
 
 def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals) -> int:
@@ -107,13 +101,7 @@ class CheckpointEvaluation:
         first = self.run_folder  # has none yet
         if self.checkpoints:
             first, _ = self.checkpoints[0]
-        self.changes: list[str] = []  # to settings of the run that takes the results
         if self.folder in (first, first.parent):
-            own = dict(check.leaves(settings_of(first, {})))
-            for key, new in check.leaves(config):
-                old = own.get(key)  # a config file may have options that the run's has not
-                if key.startswith(RESULT_SETTINGS) and key != 'data.vocabulary' and old != new:
-                    self.changes.append(f'{key}: {old!r} -> {new!r}')
             check_files_of_run(first, config, opened, self.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
         with self.console.working('Reading the tasks'):
@@ -148,9 +136,9 @@ class CheckpointEvaluation:
                 ):
                     steps.append(f'{step:,}')
             if steps:
-                others = '; '.join(['other files or settings', *self.changes])
                 raise Refused(
-                    f'{self.folder} has {task.name} at step {first_ten(steps)} from {others}: name another --output_dir'
+                    f'{self.folder} has {task.name} at step {first_ten(steps)} from other files or settings: '
+                    'name another --output_dir'
                 )
 
     def identity(self, task: task_metrics.EvaluatedTask, path: AnyPath) -> str:
