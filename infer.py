@@ -91,9 +91,9 @@ def load(
     if mesh is None:
         mesh = partition.make_mesh(data=1)
     opened = formats.open.open_model(path, config, str(step), part)
-    model.check_mesh(opened.config, mesh)
+    opened.config.family.check_mesh(opened.config, mesh)
     found = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
-    specs = model.specs_in_use(opened.config, model.shapes(opened.config))
+    specs = opened.config.family.specs_in_use(opened.config, model.shapes(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
@@ -380,7 +380,7 @@ class T5:
         return jax.jit(mapped, out_shardings=replicated)
 
     def _specs(self, arrays: DecodingParameters) -> dict[str, P]:
-        return kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
+        return kernels.specs_of(arrays, self.config.family.specs_in_use(self.config, arrays))
 
     def _rows(self, ids: Sequence[Ids], num_rows: int = 0) -> NDArray:
         """Return ids as int32 [rows, length], padded with 0 to sizes of `next_size`."""

@@ -19,7 +19,6 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import checkpoint
 import data
 import infer
-import model
 import partition
 import paths
 import state_names
@@ -27,6 +26,7 @@ import tasks.open
 import train
 import validation
 from configs import check as settings
+from families import lora
 from formats import best, own_model, own_options, t5x
 from messages import Refused, first_ten
 from randomness import digest
@@ -61,7 +61,7 @@ def make_spec(
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
     )
-    model.check_mesh(spec.model_config, spec.mesh)
+    spec.model_config.family.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # Some properties are parsed when first used: do it now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
@@ -151,7 +151,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
                 model=begin.vocabulary_model,
             )
 
-        text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
+        text = digest([mixture.fingerprint, vocabulary.hash, *spec.model_config.family.files])
         check_alike('the text, the vocabulary or the file of model.module', text.encode())
 
         # The content of config.json: the settings, and the values that they stand for.
@@ -280,8 +280,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> train.ReadyRun | t
         files = {'config.json': config_json, **own_model.files_of(spec.model_config)}
         if vocabulary.model:
             files['vocabulary.model'] = vocabulary.model
-        base = model.without_adapters(spec.model_config)
-        merge = functools.partial(model.merge_adapters, spec.model_config)
+        base = lora.without_adapters(spec.model_config)
+        merge = functools.partial(lora.merge, spec.model_config)
         base_params = jax.eval_shape(merge, spec.state_shapes.params)
         t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
         metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)

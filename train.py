@@ -124,7 +124,7 @@ def device_gradients(spec, params, batch, rows_b, key):
             z_loss=spec.loss_config.z_loss,
             label_smoothing=spec.loss_config.label_smoothing,
         )
-        sums = loss.add_aux(sums, aux, config.modules.losses(config), num_rows)
+        sums = loss.add_aux(sums, aux, config.family.losses(config), num_rows)
         return sums['loss'], sums
 
     def add_gradients(total, microbatch):

@@ -183,7 +183,7 @@ def make_sums(
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
     """Return a compiled function (params, batch) -> sums of the global batch: loss.weighted_sums, add_aux, nats."""
     specs = model.param_specs(config)
-    coefficients = config.modules.losses(config)
+    coefficients = config.family.losses(config)
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
 
     def device_sums(params, batch):

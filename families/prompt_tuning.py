@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-import model
 from messages import Refused
 
 PROMPT = 'prompt/embedding'  # the path of the parameter
@@ -54,10 +53,6 @@ class Prompt(hk.Module):
         return x_bMD, jnp.concatenate([segments_bP, segments_bM.astype(jnp.int32)], axis=1)
 
 
-def encoder_inputs(config, x_bMD, segments_bM):
-    return Prompt(name='prompt')(config, x_bMD, segments_bM)
-
-
 def initial_adapters(config, read, vocabulary, seed):
     """Return {path: array} of the prompt with which a run on a base begins."""
     length = config.options.length
@@ -76,14 +71,21 @@ def initial_adapters(config, read, vocabulary, seed):
     return {PROMPT: prompt_PD}
 
 
-def modules(default):
-    """Return the parts of T5 with a prompt."""
+def modules(family):
+    """Return the family with a prompt."""
+
+    class Encoder(family.parts.encoder):
+        @hk.transparent  # the prompt is no part of the encoder's parameters
+        def embed(self, tokens_bM, segments_bM, table_vD):
+            x_bMD, segments_bM = super().embed(tokens_bM, segments_bM, table_vD)
+            return Prompt(name='prompt')(self.config, x_bMD, segments_bM)
+
     return dataclasses.replace(
-        default,
-        encoder_inputs=encoder_inputs,
+        family,
+        parts=dataclasses.replace(family.parts, encoder=Encoder),
         adapters=PROMPT,
         initial_adapters=initial_adapters,
         may_pack=False,  # packed examples would share the prompt
-        specs=(*default.specs, (PROMPT, P(None, None))),
-        flops=lambda c, S, T: model.flops(c, c.options.length + S, T),
+        specs=(*family.specs, (PROMPT, P(None, None))),
+        flops=lambda c, S, T: family.flops(c, c.options.length + S, T),
     )

@@ -42,7 +42,6 @@ from ml_collections import ConfigDict
 
 import formats.open
 import infer
-import model
 import partition
 import paths
 import user_code
@@ -172,7 +171,7 @@ def prepare(request: Request, config: ConfigDict | None, changes: Mapping) -> Jo
     vocabulary = vocabulary_of_checkpoint(opened.directory, config.data)
     vocab_size = opened.config.vocab_size
     check_rows(vocabulary, opened.directory, vocab_size)
-    model.check_mesh(opened.config, partition.make_mesh(**config.mesh))
+    opened.config.family.check_mesh(opened.config, partition.make_mesh(**config.mesh))
     decoding = decoding_of(config.decode, vocabulary)
     infer.words_of(decoding, vocabulary, vocab_size)
     if config.decode.top_k > vocab_size:

@@ -139,10 +139,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     grown = with_new_rows(index, expected, of_vocabulary)
     untrained = of_vocabulary.difference(wanted.trained)
     if grown and adapters and untrained:
-        patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
-        if config.model.lora_rank:
-            patterns.append(model.ADAPTER)
-        trainable = '|'.join(filter(None, patterns))
+        trainable = '|'.join([wanted.model_config.family.adapters, *sorted(of_vocabulary)])
         raise Refused(
             f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows, '
             f'which adapters alone do not train: set optimizer.trainable={trainable!r}'
@@ -184,7 +181,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         check_keeps_ids(config, opened.directory, vocabulary)
 
     # Adapters may begin with values that are made from the base.
-    made = wanted.model_config.modules.initial_adapters
+    made = wanted.model_config.family.initial_adapters
     if adapters and made is not None:
         read = lambda path: checkpoint.read_leaf(leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'])  # noqa: E731
         initial = made(wanted.model_config, read, vocabulary, config.seed)

@@ -28,6 +28,7 @@ from small_models import (
     sharded,
     stepwise_logits,
     t5_config,
+    with_parts,
 )
 
 import decode
@@ -529,8 +530,8 @@ def test_a_step_copies_no_cache(attention, num_beams):
         mlp_dim=16,
         num_encoder_layers=1,
         num_decoder_layers=1,
-        own=dataclasses.replace(model.T5_MODULES, attention=attention),
     )
+    config = with_parts(config, attention=attention)
 
     def beams(params, inputs_bM, prompt_bT):
         return device_beams(config, params, inputs_bM, prompt_bT, num_beams)

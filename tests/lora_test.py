@@ -21,10 +21,11 @@ from small_models import (
 )
 
 import checkpoint
+import families.lora
 import infer
 import model
-import partition
 import train
+from formats import own_model
 from modes import convert
 from modes import evaluate as evaluate_mode
 from prepare import make_spec, prepare, restore, wanted
@@ -63,12 +64,12 @@ def test_the_kernels_that_match_have_adapters():
         rows, columns = found[f'{kernel}/kernel']
         assert found[f'{kernel}/lora_a'] == (rows, 3)
         assert found[f'{kernel}/lora_b'] == (3, columns)
-    assert model.without_adapters(config) == base
-    every = model.shapes(t5_config(**sizes, lora_rank=3, lora_targets=ALL_KERNELS))
+    assert model.shapes(families.lora.without_adapters(config)) == model.shapes(base)
+    config = t5_config(**sizes, lora_rank=3, lora_targets=ALL_KERNELS)
+    every = model.param_specs(config)  # raises an error for a path without a row
     assert sum(path.endswith('/lora_a') for path in every) == sum(
         path.endswith('/kernel') for path in every
     )
-    partition.param_specs(model.PARAMETER_SPECS, every)  # raises for a path without a row
 
 
 @pytest.mark.slow
@@ -81,8 +82,8 @@ def test_the_initial_model_is_the_base():
             assert np.std(x) > 0
         if path.endswith('/lora_b'):
             assert not np.any(x)
-    merged = model.merge_adapters(config, params)
-    base = {path: params[path] for path in model.shapes(model.without_adapters(config))}
+    merged = families.lora.merge(config, params)
+    base = {path: params[path] for path in model.shapes(families.lora.without_adapters(config))}
     chex.assert_trees_all_equal(merged, base)
 
 
@@ -101,7 +102,7 @@ def test_same_gradients_on_a_mesh():
     expected = gradients_of(step_config(1, 1))
     assert_close(found, expected, 1e-5)
     grads, _ = found
-    assert all(re.fullmatch(model.ADAPTER, path) for path in grads)
+    assert all(re.fullmatch(families.lora.ADAPTER, path) for path in grads)
     assert all(np.any(x) for x in grads.values())
 
 
@@ -131,7 +132,7 @@ def test_a_step_changes_adapters_alone():
     for i in range(2):
         state, _ = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
     for path, x in state.params.items():
-        is_adapter = re.fullmatch(model.ADAPTER, path) is not None
+        is_adapter = re.fullmatch(families.lora.ADAPTER, path) is not None
         assert np.array_equal(x, before[path]) != is_adapter, path
 
 
@@ -227,7 +228,7 @@ def test_merged_is_unmerged(merged, lora, uninterrupted):
     base = infer.load(uninterrupted)
     settings = json.loads((lora / 'checkpoint_6/config.json').read_text())['model']
     params = base.arrays | checkpoint.parameters(state_of(lora, 6))
-    unmerged = infer.T5(model.T5Config(**settings), params, base.mesh)
+    unmerged = infer.T5(own_model.load(settings), params, base.mesh)
     check_merged(merged, unmerged, base, 1e-6)
     assert merged.vocabulary.model == base.vocabulary.model
     encoder = {path: x for path, x in merged.arrays.items() if not path.startswith('decoder/')}

@@ -17,7 +17,7 @@ import pytest
 from forms import slow
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from small_models import random_batch, random_params, run_config, t5_config
+from small_models import random_batch, random_params, run_config, t5_config, with_parts
 
 import model
 import partition
@@ -92,8 +92,7 @@ def test_causality_by_gradients(tiny):
 
         def add_offset(embed, args, kwargs, context):
             x_bTD = embed(*args, **kwargs)
-            is_decoders = args and args[0] is batch['decoder_input_tokens']
-            if isinstance(context.module, model.Embedder) and is_decoders:
+            if isinstance(context.module, model.Decoder) and context.method_name == 'embed':
                 return x_bTD + offset_bTD
             return x_bTD
 
@@ -309,7 +308,7 @@ for size in ('small', 'base', 'large', 'xl', 'xxl'):  # same shapes
 @functools.cache
 def num_parameters_by_depth(config):
     """The parameters of a deep model, from those of a model with one period of layers in each stack."""
-    period = config.period
+    period = config.family.period(config)
     shallow = dataclasses.replace(config, num_encoder_layers=period, num_decoder_layers=period)
     depths = {}
     for i in range(period):
@@ -439,7 +438,7 @@ def test_a_model_that_cannot_be(settings):
 
 def test_a_table_that_disagrees_fails_by_path():
     row = (r'.+/mlp/wo/kernel', jax.sharding.PartitionSpec(None, 'model'))
-    own = dataclasses.replace(model.T5_MODULES, specs=(*model.T5_MODULES.specs, row))
+    own = dataclasses.replace(model.T5, specs=(*model.T5.specs, row))
     spec = make_spec(run_config(1, 2))
     config = dataclasses.replace(spec.model_config, own=own)
     spec = dataclasses.replace(spec, model_config=config)
@@ -511,15 +510,14 @@ BAD_OUTPUTS = {
 
 
 def shapes_with(**parts):
-    own = dataclasses.replace(model.T5_MODULES, **parts)
-    return model.shapes(dataclasses.replace(model_config(dtype='bfloat16'), own=own))
+    return model.shapes(with_parts(model_config(dtype='bfloat16'), **parts))
 
 
 @pytest.mark.parametrize('output, message', BAD_OUTPUTS.values(), ids=list(BAD_OUTPUTS))
 def test_a_module_with_a_wrong_output(output, message):
     class Mlp(model.Mlp):
-        def __call__(self, x_bTD, rows_b=None):
-            return output(self, x_bTD, *super().__call__(x_bTD, rows_b))
+        def __call__(self, x_bTD, rows_b, mask_b1TT):
+            return output(self, x_bTD, *super().__call__(x_bTD, rows_b, mask_b1TT))
 
     with pytest.raises(ValueError, match=re.escape(message)):
         shapes_with(mlp=Mlp)
@@ -538,18 +536,17 @@ def test_an_encoder_without_a_sum():
 
 
 def test_an_embedder_without_its_sum():
-    class Embedder(model.Embedder):
-        def __call__(self, tokens_bT):
-            return super().__call__(tokens_bT) + lax.axis_index('model')
+    def embed(config, tokens_bT, table_vD):
+        return model.embed(config, tokens_bT, table_vD) + lax.axis_index('model')
 
-    with pytest.raises(ValueError, match='token_embedder: its output'):
-        shapes_with(embedder=Embedder)
+    with pytest.raises(ValueError, match='encoder: its embedding'):
+        shapes_with(embedder=embed)
 
 
 def test_a_parameter_without_a_row_of_specs():
     class Mlp(model.Mlp):
-        def __call__(self, x_bTD, rows_b=None):
-            y_bTD, aux = super().__call__(x_bTD, rows_b)
+        def __call__(self, x_bTD, rows_b, mask_b1TT):
+            y_bTD, aux = super().__call__(x_bTD, rows_b, mask_b1TT)
             return y_bTD * hk.get_parameter('gain', (), y_bTD.dtype, jnp.ones), aux
 
     with pytest.raises(ValueError, match="'encoder/layers_0/mlp/gain' matches 0 rows"):

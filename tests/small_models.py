@@ -1,5 +1,6 @@
 """Small models and batches for several tests, and how their numbers are compared."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -33,7 +34,17 @@ ONE_GOLDEN_MODEL = pytest.mark.parametrize(
 
 def t5_config(**settings):
     """A T5Config of configs/base.py's values, but for `settings`."""
-    return model.T5Config(**(base.get_config().model.to_dict() | settings))
+    return own_model.load(base.get_config().model.to_dict() | settings)
+
+
+def with_parts(config, **parts):
+    """A T5Config with other parts."""
+    parts = dataclasses.replace(config.parts, **parts)
+    return dataclasses.replace(config, own=dataclasses.replace(config.family, parts=parts))
+
+
+def with_adapters(config, **lora):
+    return own_model.load(own_model.as_settings(config) | lora)
 
 
 # Of a T5 1.1, for files of checkpoints.
@@ -74,13 +85,14 @@ class Options:
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b=None):
-        y_bTD, aux = super().__call__(x_bTD, rows_b)
+    def __call__(self, x_bTD, rows_b, mask_b1TT):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask_b1TT)
         return y_bTD * self.config.options.num * self.config.options.rate, aux
 
 
-def modules(default):
-    return dataclasses.replace(default, mlp=Mlp)
+def modules(family):
+    parts = dataclasses.replace(family.parts, mlp=Mlp)
+    return dataclasses.replace(family, parts=parts)
 """
 
 

@@ -8,7 +8,6 @@ With transformers and torch installed, the tests at the end compare with what th
 """
 
 import dataclasses
-import functools
 import io
 import json
 import os
@@ -27,7 +26,7 @@ import sentencepiece
 from corpora import HUNT
 from forms import first_quick
 from safetensors.numpy import load_file, save_file
-from small_models import assert_close, assert_refused
+from small_models import assert_close, assert_refused, with_adapters
 
 import checkpoint
 import formats.open
@@ -35,6 +34,7 @@ import formats.vocabulary
 import infer
 import model
 import partition
+from families import lora
 from formats import hugging_face, own_model, peft, write_hugging_face, write_peft
 from formats.vocabulary import files_of, find_vocabulary
 from messages import Refused
@@ -799,11 +799,10 @@ def test_transformers_computes_what_we_do(name, transformers, tmp_path):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_transformers_computes_a_model_with_adapters(name, transformers, tmp_path):
     """Written with merged kernels, it is what we compute with the adapters beside them."""
-    config = dataclasses.replace(CONFIGS[name], lora_rank=3, lora_targets='.+/kernel')
+    config = with_adapters(CONFIGS[name], lora_rank=3, lora_targets='.+/kernel')
     arrays = random_arrays(config)
     ours = infer.T5(config, arrays, partition.make_mesh(data=1))
-    merge = functools.partial(peft.MergedKernel, config)
-    merged = model.merge_adapters(config, arrays, merge)
+    merged = lora.merge(config, arrays, peft.MergedKernel)
     write(tmp_path / 'hf', name, merged)
     module = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / 'hf')
     batch = token_batch(config)

@@ -56,7 +56,7 @@ import partition
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b=None):
+    def __call__(self, x_bTD, rows_b, mask_b1TT):
         width = partition.split(self.config.mlp_dim, 'model')
         up_Df = hk.get_parameter('up', (x_bTD.shape[-1], width), init=model.NORMAL)
         down_fD = hk.get_parameter('down', (width, x_bTD.shape[-1]), init=model.NORMAL)
@@ -64,10 +64,11 @@ class Mlp(model.Mlp):
         return lax.psum(jnp.einsum('bTf,fD->bTD', hidden_bTf, down_fD), 'model'), {}
 
 
-def modules(default):
+def modules(family):
     up = (r'.+/mlp/up', P(None, 'model'))
     down = (r'.+/mlp/down', P('model', None))
-    return dataclasses.replace(default, mlp=Mlp, specs=(*default.specs, up, down))
+    parts = dataclasses.replace(family.parts, mlp=Mlp)
+    return dataclasses.replace(family, parts=parts, specs=(*family.specs, up, down))
 """
 
 
@@ -219,8 +220,9 @@ class RelativePositionBias(model.RelativePositionBias):
     num_buckets = 16
 
 
-def modules(default):
-    return dataclasses.replace(default, relpos_bias=RelativePositionBias)
+def modules(family):
+    parts = dataclasses.replace(family.parts, relpos_bias=RelativePositionBias)
+    return dataclasses.replace(family, parts=parts)
 """
 
 
@@ -236,40 +238,6 @@ def test_a_changed_file_is_another_model(tmp_path):
     assert model.shapes(old)[bias] == (2, 16)
     assert model.shapes(new)[bias] == (2, 24)
     assert model.shapes(t5_config(**OWN_SIZES))[bias] == (2, 32)
-
-
-# Adapters that are merged by a rule of the user's own.
-
-ADAPTERS = """
-import dataclasses
-
-import jax.numpy as jnp
-
-
-def adapted_kernel(config, kernel, lora_a, lora_b):
-    return kernel * (1 + config.lora_alpha * jnp.tanh(lora_a @ lora_b))
-
-
-def modules(default):
-    return dataclasses.replace(default, adapted_kernel=adapted_kernel)
-"""
-
-
-@pytest.mark.slow
-def test_merged_is_unmerged(tmp_path):
-    file = tmp_path / 'own.py'
-    file.write_text(ADAPTERS)
-    config = load_own(file, lora_rank=2, lora_alpha=1.0, lora_targets='.+/kernel')
-    params = sharp_params(config)
-    batch = random_batch(seed=0)
-    mesh = make_mesh(1, 1)
-    expected = np.asarray(infer.T5(config, params, mesh).logits(batch))
-    base = model.without_adapters(config)
-    merged = infer.T5(base, model.merge_adapters(config, params), mesh)
-    assert_close(merged.logits(batch), expected, 1e-5)
-    plain = {path: params[path] for path in model.shapes(base)}
-    difference = np.abs(infer.T5(base, plain, mesh).logits(batch) - expected).max()
-    assert difference > 1e-2 * np.abs(expected).max()
 
 
 # The run of the example.
@@ -382,14 +350,13 @@ def rewrite(file, content):
 
 # Mistakes in the file: Python's own errors, but for a file that is not an own model.
 
-HEAD = 'import dataclasses\n\ndef modules(default):\n    return dataclasses.replace(default{})\n'
+HEAD = 'import dataclasses\n\ndef modules(family):\n    return dataclasses.replace(family{})\n'
 MISTAKES = [
     (SyntaxError, 'def modules(:\n'),
     (Refused, 'modules = 3\n'),
-    (AssertionError, 'def modules(default):\n    default\n'),
+    (AssertionError, 'def modules(family):\n    family\n'),
     (TypeError, HEAD.format(', specs={}')),
     (AssertionError, HEAD.format(", adapters='prompt/.+'")),
-    (AssertionError, HEAD.format(", losses=lambda config: {'load': 1.0}")),
     (ValueError, MLP.replace("/mlp/down'", "/mlp/dawn'")),  # a parameter without a row
     (AssertionError, OPTIONS.replace('widths: tuple = ()', 'widths: tuple | None = None')),
     (ValueError, OPTIONS.replace('frozen=True', 'frozen=False')),  # it has no hash
@@ -473,7 +440,7 @@ def test_a_family_has_a_name(monkeypatch, tmp_path):
     (tmp_path / 'wide_t5.py').write_text('raise ValueError\n')
     config = load_own('wide_t5', options={'num': '3'})
     assert config.module == 'wide_t5' and config.options.num == 3
-    assert own_model.files_of(config) == {} and config.modules.source == b''
+    assert own_model.files_of(config) == {} and config.family.files == ()
     assert load_own('wide_t5', options={'num': 3}) == config
     assert 'Options of model.module=wide_t5:' in own_model.describe_options('wide_t5')
     with pytest.raises(ValueError):
