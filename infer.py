@@ -556,7 +556,7 @@ def encode_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iter
 
 
 def _logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
-    return model.apply(lambda: model.logits(config, batch)[0], params)
+    return model.apply(model.logits, params, config, batch)[0]
 
 
 def _scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
@@ -568,7 +568,7 @@ def _scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 
 def _encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
-    encoded_bMD, _, _ = model.apply(lambda: model.encode(config, inputs_bM), params)
+    encoded_bMD, _, _ = model.apply(model.encode, params, config, inputs_bM)
     encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without the prompt of an own model
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
@@ -576,14 +576,12 @@ def _encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 def _answers(
     decoding: Decoding, config: T5Config, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
-    def start() -> decode.Cache:
-        has_beams = decoding.beam_size > 1
-        return model.start_decoding(config, batch['inputs_bM'], 0, decoding.num_decodes, has_beams)
-
     def step(tokens_r: jax.Array, cache: decode.Cache) -> tuple[jax.Array, decode.Cache]:
-        return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+        return model.apply(model.decode_step, params, config, tokens_r, cache)
 
-    return decode.decode(decoding, step, model.apply(start, params), batch)
+    sizes = (0, decoding.num_decodes, decoding.beam_size > 1)
+    cache = model.apply(model.start_decoding, params, config, batch['inputs_bM'], *sizes)
+    return decode.decode(decoding, step, cache, batch)
 
 
 # The options of decoding.

@@ -103,9 +103,8 @@ class T5Config:
 
     @property
     def family(self) -> 'Family[T5Config, Parts]':
-        """What the program asks about the model: T5, or what formats/own_model.py finds."""
-        is_complete = self.own or not (self.module or self.lora_rank)
-        assert is_complete, 'make it with formats.own_model.complete'
+        """T5, or what formats.own_model.complete makes of `module` and `lora_rank`."""
+        assert self.own or not (self.module or self.lora_rank), 'complete the config'
         return self.own or T5
 
     @property
@@ -156,10 +155,11 @@ def param_specs(config: T5Config, paths: Iterable[str] | None = None) -> dict[st
 def apply(
     f: Callable,
     params: Mapping[str, jax.Array],
+    *args,
     key: jax.Array | None = None,
     gradient_dtype: str = 'float32',
 ):
-    """Call `f`, a function that uses this file's modules, on this device's slices of `params`.
+    """Return f(*args), a function such as `logits`, on this device's slices of `params`.
 
     A parameter split over 'fsdp' is gathered here, when a module reads it, in the dtype that the module
     asks for. In the backward pass its gradient is summed and scattered in `gradient_dtype`.
@@ -176,11 +176,11 @@ def apply(
                 x = partition.all_gather(x, 'fsdp', dim, context.original_dtype, gradient_dtype)
         return x
 
-    def read_and_call():
+    def read_and_call(*args):
         with hk.custom_getter(read):
-            return f()
+            return f(*args)
 
-    return hk.transform(read_and_call).apply(tree, key)
+    return hk.transform(read_and_call).apply(tree, key, *args)
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
@@ -215,11 +215,13 @@ def logits(
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
     decoder = config.parts.decoder(config, name='decoder')
+    positions_T = jnp.arange(segments_bT.shape[1])
     logits_bTv, _, decoder_aux = decoder(
         decoder.embed(batch['decoder_input_tokens'], table_vD),
         encoded_bMD,
-        mask_b1TT=attention_mask(segments_bT, segments_bT, causal=True),
-        mask_b1TM=attention_mask(segments_bT, segments_bM),
+        mask=Mask(segments_bT, segments_bT, causal=True),
+        inputs_mask=Mask(segments_bT, segments_bM),
+        positions=Positions(positions_T, positions_T),
         rows_b=rows_b,
         table_vD=table_vD,
     )
@@ -301,11 +303,11 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
     logits_gTv, layers, _ = decoder(
         decoder.embed(tokens_r.reshape(num_groups, num_beams), table_vD),
         None,
-        mask_b1TT=read_mask(cache),
-        mask_b1TM=cache.mask_b11M,
+        mask=DenseMask(read_mask(cache)),
+        inputs_mask=DenseMask(cache.mask_b11M),
+        positions=Positions(cache.length[None], jnp.repeat(jnp.arange(room), num_beams)),
         rows_b=None,
         table_vD=table_vD,
-        positions=Positions(cache.length[None], jnp.repeat(jnp.arange(room), num_beams)),
         caches=cache.layers,
     )
     cache = cache._replace(length=cache.length + 1, layers=layers)
@@ -320,14 +322,29 @@ def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
     return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, 'float32')
 
 
-def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
-    """Return the keys that each query sees, bool [b, 1, T, M]: those of its segment, but not padding."""
-    queries_b1T1 = segments_bT[:, None, :, None]
-    keys_b11M = segments_bM[:, None, None, :]
-    mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
-    if causal:
-        mask_b1TM &= jnp.tril(jnp.ones_like(mask_b1TM))
-    return mask_b1TM
+class Mask(NamedTuple):
+    """The keys that a query sees: those of its segment, if `causal` up to its own position. Segment 0 is padding."""
+
+    queries_bT: jax.Array  # segments, int32 or bool
+    keys_bM: jax.Array
+    causal: bool = False
+
+    def dense(self) -> jax.Array:
+        """Return the mask, bool [b, 1, T, M]."""
+        queries_b1T1 = self.queries_bT[:, None, :, None]
+        mask_b1TM = (queries_b1T1 == self.keys_bM[:, None, None, :]) & (queries_b1T1 > 0)
+        if self.causal:
+            mask_b1TM &= jnp.tril(jnp.ones_like(mask_b1TM))
+        return mask_b1TM
+
+
+class DenseMask(NamedTuple):
+    """Any other mask, as decoding has."""
+
+    mask_b1TM: jax.Array  # bool
+
+    def dense(self) -> jax.Array:
+        return self.mask_b1TM
 
 
 class Positions(NamedTuple):
@@ -353,15 +370,14 @@ class Encoder(hk.Module):
         """Return encoded_bTD and aux."""
         c = self.config
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        mask_b1TT, positions = self.shared(segments_bT)
+        mask, positions = self.shared(segments_bT)
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            bias = c.parts.relpos_bias(c, bidirectional=True, name='relpos_bias')
-            relpos_1hTT = bias(positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=True, name='relpos_bias')(positions)
 
         def layer(index, x_bTD):
             encoder_layer = c.parts.encoder_layer(c, index, name=f'layers_{index}')
-            return encoder_layer(x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b)
+            return encoder_layer(x_bTD, mask, positions, relpos_1hTT, rows_b)
 
         x_bTD, aux = apply_layers(c, c.num_encoder_layers, layer, x_bTD)
         x_bTD = c.parts.norm(c, name='encoder_norm')(x_bTD)
@@ -370,9 +386,9 @@ class Encoder(hk.Module):
 
     @hk.name_like('__call__')
     def shared(self, segments_bT):
-        """Return mask_b1TT and the positions, shared by the attentions of all layers."""
+        """Return the mask and the positions, shared by the attentions of all layers."""
         positions_T = jnp.arange(segments_bT.shape[1])
-        return attention_mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
+        return Mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
 
 
 def apply_layers(
@@ -438,18 +454,17 @@ class EncoderLayer(hk.Module):
     index: int  # in the stack; in a scan, in its period
     name: str
 
-    def __call__(self, x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b):
+    def __call__(self, x_bTD, mask, positions, relpos_1hTT, rows_b):
         """Return x_bTD and aux. `relpos_1hTT` is None if each layer has its own."""
         c = self.config
         if c.relpos_bias_per_layer:
-            bias = c.parts.relpos_bias(c, bidirectional=True, name='relpos_bias')
-            relpos_1hTT = bias(positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=True, name='relpos_bias')(positions)
         y_bTD = c.parts.norm(c, name='pre_attention_layer_norm')(x_bTD)
         attention = c.parts.attention(c, self.index, name='attention')
-        y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
+        y_bTD, _ = attention(y_bTD, y_bTD, mask, relpos_1hTT, rows_b, positions)
         x_bTD = add(c, x_bTD, 'attention', y_bTD, rows_b)
         y_bTD = c.parts.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-        y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask_b1TT)
+        y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask)
         return add(c, x_bTD, 'mlp', y_bTD, rows_b), aux
 
 
@@ -466,34 +481,22 @@ class Decoder(hk.Module):
         return self.config.parts.embedder(self.config, tokens_bT, table_vD)
 
     def __call__(
-        self,
-        x_bTD,
-        encoded_bMD,
-        mask_b1TT,
-        mask_b1TM,
-        rows_b,
-        table_vD,
-        positions=None,
-        caches=None,
+        self, x_bTD, encoded_bMD, mask, inputs_mask, positions, rows_b, table_vD, caches=None
     ):
         """Return float32 logits_bTv, the caches, and aux.
 
-        Decoding passes `positions` and a LayerCache per layer, with the keys and values of the inputs:
-        encoded_bMD is None, and it gets no aux.
+        Decoding passes a LayerCache per layer, with the keys and values of the inputs: encoded_bMD is None, and
+        it gets no aux.
         """
         c = self.config
-        length = x_bTD.shape[1]
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        if caches is None:
-            positions = Positions(jnp.arange(length), jnp.arange(length))
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            bias = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')
-            relpos_1hTT = bias(positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')(positions)
 
         def layer(index, x_bTD, cache):
             return self.layer(index)(
-                x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, positions, relpos_1hTT, rows_b, cache
+                x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache
             )
 
         def layer_without_cache(index, x_bTD):
@@ -505,9 +508,7 @@ class Decoder(hk.Module):
         if caches is None:
             x_bTD, aux = apply_layers(c, c.num_decoder_layers, layer_without_cache, x_bTD)
         for index, cache in enumerate(caches or ()):
-            before_bTD = x_bTD
             x_bTD, cache, _ = layer(index, x_bTD, cache)
-            check_output(f'layers_{index}', x_bTD, before_bTD.shape, before_bTD.dtype)
             new_caches.append(cache)
         return c.parts.logits(c, x_bTD, table_vD, rows_b), tuple(new_caches), aux
 
@@ -544,26 +545,25 @@ class DecoderLayer(hk.Module):
     name: str
 
     def __call__(
-        self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, positions, relpos_1hTT, rows_b, cache
+        self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache
     ):
         """Return x_bTD, the LayerCache and aux. Self-attention alone has a bias."""
         c = self.config
         if c.relpos_bias_per_layer:
-            bias = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')
-            relpos_1hTT = bias(positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')(positions)
         y_bTD = c.parts.norm(c, name='pre_self_attention_layer_norm')(x_bTD)
         attention = c.parts.attention(c, self.index, name='self_attention')
         y_bTD, targets = attention(
-            y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions, cache.targets
+            y_bTD, y_bTD, mask, relpos_1hTT, rows_b, positions, cache.targets
         )
         x_bTD = add(c, x_bTD, 'self_attention', y_bTD, rows_b)
         y_bTD = c.parts.norm(c, name='pre_cross_attention_layer_norm')(x_bTD)
         attention = c.parts.attention(c, self.index, name='encoder_decoder_attention')
-        y_bTD, inputs = attention(y_bTD, encoded_bMD, mask_b1TM, None, rows_b, None, cache.inputs)
+        y_bTD, inputs = attention(y_bTD, encoded_bMD, inputs_mask, None, rows_b, None, cache.inputs)
         x_bTD = add(c, x_bTD, 'encoder_decoder_attention', y_bTD, rows_b)
         y_bTD = c.parts.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-        mask_b1TT = mask_b1TT if cache.targets is None else None
-        y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask_b1TT)
+        mask = mask if cache.targets is None else None
+        y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask)
         x_bTD = add(c, x_bTD, 'mlp', y_bTD, rows_b)
         return x_bTD, LayerCache(targets, inputs), aux
 
@@ -589,9 +589,7 @@ class Attention(hk.Module):
     index: int  # the layer
     name: str
 
-    def __call__(
-        self, x_bTD, memory_bMD, mask_b1TM, relpos_1hTM, rows_b, positions=None, cache=None
-    ):
+    def __call__(self, x_bTD, memory_bMD, mask, relpos_1hTM, rows_b, positions=None, cache=None):
         """Return y_bTD, which x_bTD reads from memory_bMD, and the KeysValues that it read.
 
         Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, the memory's keys
@@ -608,7 +606,7 @@ class Attention(hk.Module):
         k_bhKM, v_bhKM = cache
         shape = q_bThK.shape
         q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # the rows of an example are queries
-        heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+        heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         heads_bThK = heads_bThK.reshape(shape)
         initializer = c.parts.initializers.attention
         out = c.parts.kernel(c, (shape[2] * shape[3], c.emb_dim), initializer, c.dtype, name='out')
@@ -623,7 +621,7 @@ class Attention(hk.Module):
         return KeysValues(k_bMhK.transpose(0, 2, 3, 1), v_bMhK.transpose(0, 2, 3, 1))
 
     @hk.name_like('__call__')
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
         """Return heads_bThK: the mean of the values, weighted by the softmax of queries times keys.
 
         `relpos_1hTM` and `positions` are None in cross attention. In decoding, T are the beams of a group and
@@ -634,7 +632,7 @@ class Attention(hk.Module):
         logits_bhTM = jnp.einsum(
             'bThK,bhKM->bhTM', q_bThK.astype(logits_dtype), k_bhKM.astype(logits_dtype)
         )
-        probs_bhTM = attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, c.dtype)
+        probs_bhTM = attention_weights(logits_bhTM, mask.dense(), relpos_1hTM, c.dtype)
         mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
         probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         heads_bhTK = jnp.einsum('bhTM,bhKM->bhTK', probs_bhTM, v_bhKM)
@@ -660,7 +658,7 @@ class Attention(hk.Module):
         """Return x_bTD projected to this device's share of `num_heads`, by default all, [b, T, h, K]."""
         c = self.config
         num_heads = partition.split(num_heads or c.num_heads, 'model')
-        shape = (c.emb_dim, num_heads * c.head_dim)
+        shape = (x_bTD.shape[-1], num_heads * c.head_dim)
         kernel = c.parts.kernel(c, shape, initializer, c.dtype, name=name)
         heads_bThK = kernel('bTD,DhK->bThK', x_bTD, columns=(num_heads, c.head_dim))
         return checkpoint_name(heads_bThK, 'projection')
@@ -683,10 +681,10 @@ class Mlp(hk.Module):
     index: int  # the layer
     name: str
 
-    def __call__(self, x_bTD, rows_b, mask_b1TT):
+    def __call__(self, x_bTD, rows_b, mask):
         """Return y_bTD and aux, {name: float32 [b]}, both the same on all devices of 'model'.
 
-        `mask_b1TT` is that of self-attention, where padding sees nothing; None in decoding. T5 ignores it.
+        `mask` is that of self-attention, where padding sees nothing; None in decoding. T5 ignores it.
         """
         c = self.config
         initializer = c.parts.initializers.mlp

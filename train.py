@@ -111,10 +111,13 @@ def device_gradients(spec, params, batch, rows_b, key):
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
         logits_bTv, aux = model.apply(
-            lambda: model.logits(config, batch, rows_b),
+            model.logits,
             params | trained,
-            key,
-            spec.gradient_dtype,
+            config,
+            batch,
+            rows_b,
+            key=key,
+            gradient_dtype=spec.gradient_dtype,
         )
         sums = loss.weighted_sums(
             logits_bTv,

@@ -192,7 +192,7 @@ def make_sums(
 
         def microbatch_sums(microbatch):
             batch, weights_bT = microbatch
-            logits_bTv, aux = model.apply(lambda: model.logits(config, batch), params)
+            logits_bTv, aux = model.apply(model.logits, params, config, batch)
             sums = loss.weighted_sums(
                 logits_bTv,
                 batch,

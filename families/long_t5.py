@@ -79,7 +79,7 @@ class Encoder(model.Encoder):
             relpos_MhG = bias(all_ids)[0].astype(c.dtype).swapaxes(0, 1)
             relpos_bnhcG = relpos_MhG[blocks(ids_bM, size) + 1].swapaxes(2, 3)
             positions = positions._replace(is_in_bMG=is_in_bMG, relpos_bnhcG=relpos_bnhcG)
-        return mask_bnce[:, :, None], positions
+        return model.DenseMask(mask_bnce[:, :, None]), positions
 
 
 def global_tokens(segments_bM, size):
@@ -125,10 +125,10 @@ class Attention(model.Attention):
         return super().keys_values(memory_bMD, positions)
 
     @hk.name_like('__call__')
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
         """Return heads_bThK. In the encoder, mask and bias are those of the blocks."""
         if not isinstance(positions, Positions):
-            return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+            return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         c = self.config
         dtype = jnp.float32 if c.float32_attention_logits else c.dtype
         length = q_bThK.shape[1]
@@ -143,7 +143,7 @@ class Attention(model.Attention):
             logits_bnhcG = jnp.einsum('bnchK,bGhK->bnhcG', q_bnchK, k_bMhK[:, length:])
             logits_bnhcG += positions.relpos_bnhcG
             logits_bnhce = jnp.concatenate([logits_bnhce, logits_bnhcG], axis=-1)
-        probs_bnhce = model.attention_weights(logits_bnhce, mask_b1TM, None, c.dtype)
+        probs_bnhce = model.attention_weights(logits_bnhce, mask.dense(), None, c.dtype)
         mask_shape = (probs_bnhce.shape[1], c.num_heads, 1, probs_bnhce.shape[-1])
         probs_bnhce = model.dropout(probs_bnhce, c.dropout_rate, rows_b, mask_shape, split_dim=2)
         v_bnehK = blocks(v_bMhK[:, :length], size, beside=1)

@@ -40,19 +40,6 @@ class Options:
             )
 
 
-class Prompt(hk.Module):
-    def __call__(self, config, x_bMD, segments_bM):
-        """Return x_bMD and segments_bM with the prompt before them."""
-        length = config.options.length
-        initializer = hk.initializers.RandomUniform(-0.5, 0.5)
-        shape = (length, config.emb_dim)
-        prompt_PD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
-        prompt_bPD = jnp.repeat(prompt_PD[None].astype(x_bMD.dtype), len(x_bMD), axis=0)
-        segments_bP = jnp.ones([len(x_bMD), length], jnp.int32)
-        x_bMD = jnp.concatenate([prompt_bPD, x_bMD], axis=1)
-        return x_bMD, jnp.concatenate([segments_bP, segments_bM.astype(jnp.int32)], axis=1)
-
-
 def initial_adapters(config, read, vocabulary, seed):
     """Return {path: array} of the prompt with which a run on a base begins."""
     length = config.options.length
@@ -77,8 +64,16 @@ def modules(family):
     class Encoder(family.parts.encoder):
         @hk.transparent  # the prompt is no part of the encoder's parameters
         def embed(self, tokens_bM, segments_bM, table_vD):
+            """Return x_bMD and segments_bM with the prompt before them."""
             x_bMD, segments_bM = super().embed(tokens_bM, segments_bM, table_vD)
-            return Prompt(name='prompt')(self.config, x_bMD, segments_bM)
+            shape = (self.config.options.length, self.config.emb_dim)
+            initializer = hk.initializers.RandomUniform(-0.5, 0.5)
+            with hk.name_scope('prompt'):
+                prompt_PD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
+            prompt_bPD = jnp.repeat(prompt_PD[None].astype(x_bMD.dtype), len(x_bMD), axis=0)
+            segments_bP = jnp.ones([len(x_bMD), shape[0]], jnp.int32)
+            segments_bM = jnp.concatenate([segments_bP, segments_bM.astype(jnp.int32)], axis=1)
+            return jnp.concatenate([prompt_bPD, x_bMD], axis=1), segments_bM
 
     return dataclasses.replace(
         family,

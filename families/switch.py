@@ -69,15 +69,15 @@ def embed(c, tokens_bT, table_vD):
 class Mlp(model.Mlp):
     """T5's MLP, or a router and experts."""
 
-    def __call__(self, x_bTD, rows_b, mask_b1TT):
+    def __call__(self, x_bTD, rows_b, mask):
         """Return y_bTD, float32 if it is of experts, and aux. Without a mask no token is dropped."""
         c = self.config
         o = c.options
         if not has_experts(c, self.index):
-            return super().__call__(x_bTD, rows_b, mask_b1TT)
+            return super().__call__(x_bTD, rows_b, mask)
         num_rows, length, _ = x_bTD.shape
         size = capacity = num_rows * length
-        if mask_b1TT is not None:
+        if mask is not None:
             # All groups have one size, parts of a row or several rows, as close to group_size as that allows.
             size = max(x for x in range(1, (o.group_size or length) + 1) if length % x == 0)
             if o.group_size > length:
@@ -87,7 +87,7 @@ class Mlp(model.Mlp):
                 factor = o.eval_expert_capacity_factor
             capacity = max(round(factor * size / o.num_experts), o.min_expert_capacity)
             if o.zero_padding:
-                x_bTD = x_bTD * mask_b1TT.any(axis=(1, 3))[..., None]
+                x_bTD = x_bTD * mask.dense().any(axis=(1, 3))[..., None]
 
         # The router, in float32 and without adapters.
         with hk.name_scope('router'), hk.name_scope('router_weights'):
@@ -109,7 +109,7 @@ class Mlp(model.Mlp):
         place_nt = jnp.where(is_kept_nt, place_nt, o.num_experts * num_places)
         y_tD = self.pass_experts(x_bTD, place_nt.flatten(), num_places, rows_b)
         y_bTD = (y_tD * prob_nt.reshape(-1, 1)).reshape(x_bTD.shape)
-        if mask_b1TT is None:
+        if mask is None:
             return y_bTD, {}
 
         # The layer's reports for each group, and so for each row.

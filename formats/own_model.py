@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -48,11 +48,10 @@ def load(settings: Mapping) -> T5Config:
     Users' files are loaded; their paths are absolute in the T5Config. Raises Refused for settings that are invalid;
     an error of a file is raised as it is.
     """
-    modules = tuple(find(name) for name in names_of(settings['module']))
+    modules = find(settings['module'])
     module = ','.join(x.name for x in modules)
-    declared = own_options.combined(declared_by(modules))
     given = settings.get('options') or {}
-    options = own_options.options_of(declared, f'model.module={module!r}', given)
+    options = own_options.options_of(declared_by(modules), f'model.module={module!r}', given)
     settings = {**settings, 'module': module, 'options': options}
     config = T5Config(**settings, own=family_of(modules, bool(settings.get('lora_rank'))))
     check_values(config)
@@ -70,19 +69,44 @@ def names_of(module: str) -> list[str]:
     return module.split(',') if module else []
 
 
-def find(name: str) -> Module:
-    """Return the loaded file that a name in model.module stands for."""
-    if is_family(name):
-        return Module(importlib.import_module(f'.{name}', families.__name__), name, b'')
-    file = user_code.module_file('model.module', name)
-    content = file.read_bytes()
-    return Module(user_code.load_module(file, content), str(file), content)
+def find(module: str) -> tuple[Module, ...]:
+    """Return the loaded files that model.module names."""
+    modules = []
+    for name in names_of(module):
+        if is_family(name):
+            code = importlib.import_module(f'.{name}', families.__name__)
+            modules.append(Module(code, name, b''))
+        else:
+            file = user_code.module_file('model.module', name)
+            content = file.read_bytes()
+            modules.append(Module(user_code.load_module(file, content), str(file), content))
+    return tuple(modules)
 
 
-def declared_by(modules: Iterable[Module]) -> tuple[type[Options], ...]:
-    """Return the classes `Options` of files."""
-    declared = (getattr(module.code, 'Options', None) for module in modules)
-    return tuple(x for x in declared if x is not None)
+@functools.cache  # so equal options compare equal
+def declared_by(modules: tuple[Module, ...]) -> type[Options] | None:
+    """Return the class of the options of all files, which are one group; None for none."""
+    owners: dict[str, str] = {}
+    classes = []
+    for module in modules:
+        if hasattr(module.code, 'Options'):
+            classes.append(module.code.Options)
+            for field in dataclasses.fields(classes[-1]):
+                owner = owners.setdefault(field.name, module.name)
+                if owner != module.name:
+                    raise Refused(
+                        f'model.options.{field.name} is declared by {owner} and {module.name}: rename one'
+                    )
+    if len(classes) < 2:
+        return next(iter(classes), None)
+
+    def check_values(self):
+        for declared in classes:
+            getattr(declared, '__post_init__', lambda self: None)(self)
+
+    return dataclasses.make_dataclass(
+        'Options', (), bases=tuple(classes), frozen=True, namespace={'__post_init__': check_values}
+    )
 
 
 def is_family(name: str) -> bool:
@@ -140,7 +164,7 @@ def check_values(config: T5Config) -> None:
 
 def describe_options(module: str) -> list[str]:
     """Return the lines of --help about the options of model.module, with the help of their metadata."""
-    declared = own_options.combined(declared_by(map(find, names_of(module))))
+    declared = declared_by(find(module))
     if declared is None:
         return []
     lines = ['', f'Options of model.module={module}:']

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,29 +15,6 @@ from model import T5Config
 BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 ITEM = bool | int | float | str  # of a tuple
 FINITE = base.Range(-base.LARGEST_FLOAT, base.LARGEST_FLOAT)
-
-
-@functools.cache  # so equal options compare equal
-def combined(declared: tuple[type[Options], ...]) -> type[Options] | None:
-    """Return the class of all options of classes `Options`, which are one group; None for none."""
-    if len(declared) < 2:
-        return next(iter(declared), None)
-    owners: dict[str, type[Options]] = {}
-    for kind in declared:
-        for field in dataclasses.fields(kind):
-            other = owners.setdefault(field.name, kind)
-            if other is not kind:
-                raise Refused(
-                    f'model.options.{field.name} is declared by two files of model.module: rename one'
-                )
-
-    def check_values(self):
-        for kind in declared:
-            getattr(kind, '__post_init__', lambda self: None)(self)
-
-    return dataclasses.make_dataclass(
-        'Options', (), bases=declared, frozen=True, namespace={'__post_init__': check_values}
-    )
 
 
 def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Options | None:

@@ -28,8 +28,8 @@ import model
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b, mask_b1TT):
-        y_bTD, aux = super().__call__(x_bTD, rows_b, mask_b1TT)
+    def __call__(self, x_bTD, rows_b, mask):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
         activity_b = jnp.square(y_bTD.astype(jnp.float32)).mean(axis=(1, 2))
         aux = {{**aux, 'activity': activity_b}}
         if self.module_name == 'decoder/layers_0/mlp':
@@ -88,7 +88,7 @@ def activity_by_hand(config, params, batch):
     def outputs(params, batch):
         found.clear()
         with hk.intercept_methods(spy):
-            model.apply(lambda: model.logits(config, batch), params)
+            model.apply(model.logits, params, config, batch)
         return list(found)
 
     specs = (model.param_specs(config), partition.BATCH)
@@ -166,8 +166,8 @@ class Attention(model.Attention):
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b, mask_b1TT):
-        y_bTD, aux = super().__call__(x_bTD, rows_b, mask_b1TT)
+    def __call__(self, x_bTD, rows_b, mask):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
         return y_bTD, {**aux, 'activity': jnp.square(y_bTD.astype(jnp.float32)).mean(axis=(1, 2))}
 
 

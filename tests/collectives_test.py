@@ -128,7 +128,7 @@ def programs(file):
             start = functools.partial(model.start_decoding, config, inputs_bM, *sizes)
 
             def step(tokens_r, cache):
-                return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+                return model.apply(model.decode_step, params, config, tokens_r, cache)
 
             rows_b = prompt_bT[:, 0]
             batch = {'prompt_bT': prompt_bT, 'lengths_b': rows_b + 8, 'example_b': rows_b}

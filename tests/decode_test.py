@@ -49,7 +49,7 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
         start = lambda: model.start_decoding(config, inputs_bM, prompt_bT.shape[1])  # noqa: E731
 
         def step(tokens_b, cache):
-            return model.apply(lambda: model.decode_step(config, tokens_b, cache), params)
+            return model.apply(model.decode_step, params, config, tokens_b, cache)
 
         lengths_b = jnp.full_like(prompt_bT[:, 0], prompt_bT.shape[1])
         cache = model.apply(start, params)
@@ -421,7 +421,7 @@ def long_batch():
 
 
 def device_logits(config):
-    return lambda params, batch: model.apply(lambda: model.logits(config, batch)[0], params)
+    return lambda params, batch: model.apply(model.logits, params, config, batch)[0]
 
 
 @functools.cache
@@ -485,9 +485,9 @@ def test_same_tokens_on_every_mesh(name):
 class TransposingAttention(model.Attention):
     """An attention that reads keys and values in the layout of training, positions before heads."""
 
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
         logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bhKM.transpose(0, 3, 1, 2))
-        probs_bhTM = model.attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, 'float32')
+        probs_bhTM = model.attention_weights(logits_bhTM, mask.dense(), relpos_1hTM, 'float32')
         return jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bhKM.transpose(0, 3, 1, 2))
 
 

@@ -106,36 +106,6 @@ def test_same_gradients_on_a_mesh():
     assert all(np.any(x) for x in grads.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'data, model_axis',
-    [(2, 4), *[pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((8, 1), (4, 2))]],
-)
-def test_same_losses_on_every_mesh(data, model_axis):
-    found = {}
-    for mesh_shape in ((1, 1), (data, model_axis)):
-        spec = make_spec(step_config(*mesh_shape))
-        state = train.compile_init(spec)()
-        losses = []
-        for i in range(5):
-            state, metrics = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
-            losses.append(float(metrics['loss']))
-        found[mesh_shape] = losses
-    np.testing.assert_allclose(found[(data, model_axis)], found[(1, 1)], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_step_changes_adapters_alone():
-    spec = make_spec(step_config(targets=MOST_TARGETS))
-    state = train.compile_init(spec)()
-    before = jax.tree.map(np.asarray, state.params)
-    for i in range(2):
-        state, _ = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
-    for path, x in state.params.items():
-        is_adapter = re.fullmatch(families.lora.ADAPTER, path) is not None
-        assert np.array_equal(x, before[path]) != is_adapter, path
-
-
 # Settings that do not fit.
 
 
@@ -321,16 +291,6 @@ def test_a_run_does_not_take_up_or_drop_adapters(corpus, uninterrupted, lora):
 
 
 # The programs.
-
-
-@pytest.mark.slow
-def test_the_command_line_answers_with_merged_adapters(command_line, lora, merged, tmp_path):
-    text = 'sentence of words'
-    [expected] = merged.generate([text], max_length=5)
-    arguments = [f'--text={text}', '--config.decode.max_length=5']
-    result = command_line('--mode=infer', f'--checkpoint={lora}', *arguments)
-    assert result.status == 0, result.stderr
-    assert result.stdout == f'{expected}\n'
 
 
 def task_config(folder, **model_settings):

@@ -386,9 +386,9 @@ import partition
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b, mask_b1TT):
+    def __call__(self, x_bTD, rows_b, mask):
         if self.index % 2 == 0:
-            return super().__call__(x_bTD, rows_b, mask_b1TT)
+            return super().__call__(x_bTD, rows_b, mask)
         c = self.config
         shape = (c.emb_dim, partition.split(c.mlp_dim, 'model'))
         up_Df = hk.get_parameter('up', shape, init=model.NORMAL)

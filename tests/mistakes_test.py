@@ -82,7 +82,7 @@ MISTAKES = {
     'own model: a module in an overridden method': own_model(
         'Attention', 'queries(self, x_bTD, positions)', "return super().queries(self.config.parts.norm(self.config, name='q_norm')(x_bTD), positions)", 'name_like'
     ),
-    'own model: an error': own_model('Mlp', '__call__(self, x_bTD, rows_b, mask_b1TT)', 'return x_bTD.reshape(3, -1), {}  # !', 'TypeError'),
+    'own model: an error': own_model('Mlp', '__call__(self, x_bTD, rows_b, mask)', 'return x_bTD.reshape(3, -1), {}  # !', 'TypeError'),
     'own model: a loss term': own_model(
         'Mlp', 'other(self)', 'pass', 'KeyError', ", losses=lambda config: {}['x'],  # !\n    "
     ),

@@ -85,8 +85,8 @@ class Options:
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b, mask_b1TT):
-        y_bTD, aux = super().__call__(x_bTD, rows_b, mask_b1TT)
+    def __call__(self, x_bTD, rows_b, mask):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
         return y_bTD * self.config.options.num * self.config.options.rate, aux
 
 
@@ -311,7 +311,7 @@ def device_beams(
         )
 
         def step(tokens_r, cache):
-            return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+            return model.apply(model.decode_step, params, config, tokens_r, cache)
 
         cache, reorder, grow = model.apply(start, params), reorder_cache, decode.grow_cache
     else:
@@ -325,7 +325,7 @@ def device_beams(
                 'decoder_input_tokens': read_rT,
                 'decoder_target_tokens': jnp.ones_like(read_rT),
             }
-            logits_rTv, _ = model.apply(lambda: model.logits(config, batch), params)
+            logits_rTv, _ = model.apply(model.logits, params, config, batch)
             return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
 
         position_r = jnp.zeros_like(inputs_rM[:, 0])

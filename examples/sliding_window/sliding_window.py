@@ -12,6 +12,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+import model
 from messages import Refused
 
 
@@ -28,12 +29,12 @@ class Options:
 
 def modules(family):
     class Attention(family.parts.attention):
-        def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+        def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
             if positions is not None:
                 distance_TM = positions.queries_T[:, None] - positions.keys_M[None, :]
                 is_near_TM = jnp.abs(distance_TM) < self.config.options.window
-                mask_b1TM = mask_b1TM & is_near_TM[None, None]
-            return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+                mask = model.DenseMask(mask.dense() & is_near_TM[None, None])
+            return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
 
     parts = dataclasses.replace(family.parts, attention=Attention)
     return dataclasses.replace(family, parts=parts)
