@@ -24,29 +24,25 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 import model
-from configs import base, check
+from configs import base
 from family import t5_flops
+
+KINDS = ('local', 'transient_global')
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     encoder_attention: str = dataclasses.field(
-        default='local', metadata={'help': 'local or transient_global.'}
+        default='local', metadata={'help': 'local or transient_global.', 'choices': KINDS}
     )
     local_radius: int = dataclasses.field(
-        default=127, metadata={'help': 'The distance that a token sees.'}
+        default=127,
+        metadata={'help': 'The distance that a token sees.', 'range': base.Range(1, 100_000)},
     )
     tokens_per_block: int = dataclasses.field(
-        default=16, metadata={'help': 'The tokens of a global token.'}
+        default=16,
+        metadata={'help': 'The tokens of a global token.', 'range': base.Range(1, 100_000)},
     )
-
-    def __post_init__(self):
-        kinds = ('local', 'transient_global')
-        key = 'model.options.encoder_attention'
-        check.check_allowed(key, self.encoder_attention, 'local', None, kinds)
-        sizes = base.Range(1, 100_000)
-        check.check_allowed('model.options.local_radius', self.local_radius, 127, sizes)
-        check.check_allowed('model.options.tokens_per_block', self.tokens_per_block, 16, sizes)
 
 
 class Positions(NamedTuple):

@@ -22,39 +22,30 @@ from jax.sharding import PartitionSpec as P
 
 import model
 import partition
-from configs import base, check
+from configs import base
 from family import t5_flops
 from messages import Refused
 
+COUNT = base.Range(1, 1 << 24)
 
-def option(default, text):
-    return dataclasses.field(default=default, metadata={'help': text})
+
+def option(default, text, **limits):
+    return dataclasses.field(default=default, metadata={'help': text, **limits})
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    num_experts: int = 8
-    sparse_step: int = option(2, 'Layers per layer with experts.')
-    split_experts: str = option('model', 'A mesh axis: model or fsdp.')
-    group_size: int = option(0, 'Most tokens of a group; 0: a row.')
+    num_experts: int = option(8, 'Experts of a layer.', range=COUNT)
+    sparse_step: int = option(2, 'Layers per layer with experts.', range=COUNT)
+    split_experts: str = option('model', 'A mesh axis.', choices=('model', 'fsdp'))
+    group_size: int = option(0, 'Most tokens of a group; 0: a row.', range=base.Range(0, 1 << 24))
     train_expert_capacity_factor: float = 1.25
     eval_expert_capacity_factor: float = 2.0
-    min_expert_capacity: int = option(4, 'Least places for a group.')
+    min_expert_capacity: int = option(4, 'Least places for a group.', range=COUNT)
     zero_padding: bool = option(True, 'Padding goes to expert 0, as in T5X.')
-    expert_dropout_rate: float = option(-1.0, '-1: model.dropout_rate.')
+    expert_dropout_rate: float = option(-1.0, '-1: model.dropout_rate.', range=base.Range(-1, 0.99))
     aux_loss_factor: float = option(0.01, 'Of the load balance loss.')
     router_z_loss_factor: float = 0.0
-
-    def __post_init__(self):
-        least = {'num_experts': 1, 'sparse_step': 1, 'group_size': 0, 'min_expert_capacity': 1}
-        for name, low in least.items():
-            limits = base.Range(low, 1 << 24)
-            default = getattr(Options, name)
-            check.check_allowed(f'model.options.{name}', getattr(self, name), default, limits)
-        rate = self.expert_dropout_rate
-        check.check_allowed('model.options.expert_dropout_rate', rate, -1.0, base.Range(-1, 0.99))
-        axes = ('model', 'fsdp')
-        check.check_allowed('model.options.split_experts', self.split_experts, 'model', None, axes)
 
 
 def has_experts(c, index):

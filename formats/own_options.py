@@ -21,11 +21,14 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
     """Return the options of a model, an instance of the class `Options` of its file; None without one.
 
     `given`: {name: value}; a value from the command line may be text. Raises Refused for an unknown name and for a value
-    that has not the type of the default. The `__post_init__` of the class may raise it, too.
+    that has not the type of the default, or is outside of the field's 'range' or 'choices'. The `__post_init__` of the
+    class may also raise it.
     """
     defaults: dict[str, Any] = {}
+    metadata: dict[str, Mapping] = {}
     if declared is not None:
         defaults = dataclasses.asdict(declared())
+        metadata = {field.name: field.metadata for field in dataclasses.fields(declared)}
     has_kinds = {type(default) for default in defaults.values()} <= check.KINDS.keys()
     assert has_kinds, f'{file}: the defaults of Options must be bool, int, float, str or tuple'
     values = {}
@@ -37,7 +40,8 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
         default = defaults[name]
         if isinstance(value, str) and not isinstance(default, str):
             value = parsed(value, default)
-        check.check_allowed(key, value, default, FINITE)
+        limits = metadata[name].get('range', FINITE)
+        check.check_allowed(key, value, default, limits, metadata[name].get('choices'))
         if isinstance(default, tuple) and not all(isinstance(x, ITEM) for x in value):
             raise Refused(f'{key}={value!r}: {check.kind_of(default)}, each a number or a text')
         values[name] = type(default)(value)

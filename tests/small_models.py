@@ -73,7 +73,7 @@ from messages import Refused
 @dataclasses.dataclass(frozen=True)
 class Options:
     num: int = dataclasses.field(default=2, metadata={'help': 'How many.'})
-    rate: float = dataclasses.field(default=0.5, metadata={'range': (0, 0), 'mine': 1})  # ignored
+    rate: float = dataclasses.field(default=0.5, metadata={'mine': 1})  # ignored
     gated: bool = False
     kind: str = 'a'
     which: tuple[str, ...] = ('p', 'q')

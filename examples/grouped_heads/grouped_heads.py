@@ -11,18 +11,18 @@ import dataclasses
 import jax.numpy as jnp
 
 import partition
-from messages import Refused
+from configs import base
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     num_kv_heads: int = dataclasses.field(
-        default=1, metadata={'help': 'heads of keys and values: must divide model.num_heads'}
+        default=1,
+        metadata={
+            'help': 'heads of keys and values: must divide model.num_heads',
+            'range': base.Range(1, 1 << 20),
+        },
     )
-
-    def __post_init__(self):
-        if self.num_kv_heads < 1:
-            raise Refused(f'model.options.num_kv_heads={self.num_kv_heads}: use at least 1')
 
 
 def modules(family):

@@ -13,18 +13,18 @@ import dataclasses
 import jax.numpy as jnp
 
 import model
-from messages import Refused
+from configs import base
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     window: int = dataclasses.field(
-        default=128, metadata={'help': 'the first distance that self-attention does not see'}
+        default=128,
+        metadata={
+            'help': 'the first distance that self-attention does not see',
+            'range': base.Range(1, 1 << 20),
+        },
     )
-
-    def __post_init__(self):
-        if self.window < 1:
-            raise Refused(f'model.options.window={self.window}: use at least 1')
 
 
 def modules(family):
