@@ -219,8 +219,8 @@ def logits(
     logits_bTv, _, decoder_aux = decoder(
         decoder.embed(batch['decoder_input_tokens'], table_vD),
         encoded_bMD,
-        mask=Mask(segments_bT, segments_bT, causal=True),
-        inputs_mask=Mask(segments_bT, segments_bM),
+        mask=segment_mask(segments_bT, segments_bT, causal=True),
+        inputs_mask=segment_mask(segments_bT, segments_bM),
         positions=Positions(positions_T, positions_T),
         rows_b=rows_b,
         table_vD=table_vD,
@@ -303,8 +303,8 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
     logits_gTv, layers, _ = decoder(
         decoder.embed(tokens_r.reshape(num_groups, num_beams), table_vD),
         None,
-        mask=DenseMask(read_mask(cache)),
-        inputs_mask=DenseMask(cache.mask_b11M),
+        mask=Mask(read_mask(cache)),
+        inputs_mask=Mask(cache.mask_b11M),
         positions=Positions(cache.length[None], jnp.repeat(jnp.arange(room), num_beams)),
         rows_b=None,
         table_vD=table_vD,
@@ -323,28 +323,25 @@ def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
 
 
 class Mask(NamedTuple):
-    """The keys that a query sees: those of its segment, if `causal` up to its own position. Segment 0 is padding."""
+    """The keys that each query sees, and the segments from which an attention without a dense mask finds them."""
 
-    queries_bT: jax.Array  # segments, int32 or bool
-    keys_bM: jax.Array
+    mask_b1TM: jax.Array  # bool
+    queries_bT: jax.Array | None = None  # segments; None for a mask that has others too
+    keys_bM: jax.Array | None = None
     causal: bool = False
 
     def dense(self) -> jax.Array:
-        """Return the mask, bool [b, 1, T, M]."""
-        queries_b1T1 = self.queries_bT[:, None, :, None]
-        mask_b1TM = (queries_b1T1 == self.keys_bM[:, None, None, :]) & (queries_b1T1 > 0)
-        if self.causal:
-            mask_b1TM &= jnp.tril(jnp.ones_like(mask_b1TM))
-        return mask_b1TM
-
-
-class DenseMask(NamedTuple):
-    """Any other mask, as decoding has."""
-
-    mask_b1TM: jax.Array  # bool
-
-    def dense(self) -> jax.Array:
         return self.mask_b1TM
+
+
+def segment_mask(queries_bT, keys_bM, causal: bool = False) -> Mask:
+    """Return the mask of the keys in a query's segment, if `causal` up to its position. Segment 0 is padding."""
+    queries_b1T1 = queries_bT[:, None, :, None]
+    keys_b11M = keys_bM[:, None, None, :]
+    mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
+    if causal:
+        mask_b1TM &= jnp.tril(jnp.ones_like(mask_b1TM))
+    return Mask(mask_b1TM, queries_bT, keys_bM, causal)
 
 
 class Positions(NamedTuple):
@@ -388,7 +385,7 @@ class Encoder(hk.Module):
     def shared(self, segments_bT):
         """Return the mask and the positions, shared by the attentions of all layers."""
         positions_T = jnp.arange(segments_bT.shape[1])
-        return Mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
+        return segment_mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
 
 
 def apply_layers(

@@ -75,7 +75,7 @@ class Encoder(model.Encoder):
             relpos_MhG = bias(all_ids)[0].astype(c.dtype).swapaxes(0, 1)
             relpos_bnhcG = relpos_MhG[blocks(ids_bM, size) + 1].swapaxes(2, 3)
             positions = positions._replace(is_in_bMG=is_in_bMG, relpos_bnhcG=relpos_bnhcG)
-        return model.DenseMask(mask_bnce[:, :, None]), positions
+        return model.Mask(mask_bnce[:, :, None]), positions
 
 
 def global_tokens(segments_bM, size):

@@ -30,8 +30,8 @@ LAYERS = (
 CORE = {
     'main': 90,
     'train': 590,
-    'model': 885,
-    'family': 90,
+    'model': 880,
+    'family': 86,
     'kernels': 300,
     'loss': 140,
     'optimizer': 240,

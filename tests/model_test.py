@@ -77,7 +77,7 @@ def test_decoder_mask_is_T5Xs():
         [[1, 1, 1, 2, 2, 0]]
     )  # for targets 6 7 3 4 5 0; t5x/examples/t5/layers_test.py
     rows = ['100000', '110000', '111000', '000100', '000110', '000000']
-    mask = model.Mask(segments, segments, causal=True).dense()
+    mask = model.segment_mask(segments, segments, causal=True).dense()
     assert [''.join(str(int(x)) for x in row) for row in mask[0, 0]] == rows
 
 

@@ -33,7 +33,7 @@ def modules(family):
             if positions is not None:
                 distance_TM = positions.queries_T[:, None] - positions.keys_M[None, :]
                 is_near_TM = jnp.abs(distance_TM) < self.config.options.window
-                mask = model.DenseMask(mask.dense() & is_near_TM[None, None])
+                mask = model.Mask(mask.dense() & is_near_TM[None, None])
             return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
 
     parts = dataclasses.replace(family.parts, attention=Attention)
