@@ -123,7 +123,6 @@ REFUSED = [
     ("[Task('text_to_text')]", "'text_to_text'"),
     ("[Task('a/b')]", "name='a/b'"),
     ("[Task('all', delimiter='ab')]", "task 'all': data.delimiter='ab'"),
-    ("[Task('all', objective='magic')]", "objective='magic'"),
     ("[Task('all', preprocess_fn=lambda record: [record], targets='{a}')]", "task 'all'"),
     ("[Task('all')]", "task 'all'"),
     ("[Mixture('all', {Task('c4_mine'): 1})]", "task 'c4_mine'"),

@@ -307,13 +307,12 @@ def test_what_is_not_prepared_is_named(tmp_path):
 
 def test_a_line_with_wrong_fields_is_named(tmp_path):
     rows = [
-        ('glue_cola_v002', 'sentence', '{"text": "%d", "label": 1}'),
-        ('glue_cola_v002', 'label', '{"sentence": "%d", "label": "x", "idx": 1}'),
-        ('glue_stsb_v002', 'label', '{"sentence1": "%d", "sentence2": "", "label": "x", "idx": 1}'),
+        ('sentence', '{"text": "%d", "label": 1}'),
+        ('label', '{"sentence": "%d", "label": 2, "idx": 1}'),
     ]
-    for task, field, line in rows:
+    for field, line in rows:
         (tmp_path / 'x.jsonl').write_text('\n'.join(line % i for i in range(30)))
-        config = make_config(task=task, files=f'{tmp_path}/x.jsonl', vocabulary='bytes')
+        config = make_config(task='glue_cola_v002', files=f'{tmp_path}/x.jsonl', vocabulary='bytes')
         mixture = tasks.open.open_mixture(config)
         with pytest.raises(Refused, match=f'line [0-9]+ of .*x.jsonl.*{field}'):
             Stream(mixture, 'train', vocabularies.ByteVocabulary(), config, 2, seed=0)
