@@ -26,6 +26,7 @@ setup(
         'optax>=0.2.6',
         'protobuf>=7.36.1',  # older ones do not import the protobuf module of sentencepiece 0.2.3
         'pyarrow>=16',
+        'rapidfuzz>=3.9',  # edit distances
         'regex>=2022.1.18',  # properties of scripts; sacrebleu needs it, too
         'sacrebleu>=2.2.1',  # 2.0 refuses an empty reference
         'safetensors>=0.4.3',

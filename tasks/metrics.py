@@ -320,12 +320,15 @@ def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: boo
     They are counts of edits, not percent. Each character outside words parts two tokens, so two of
     them in a row have an empty token between.
     """
+    from rapidfuzz.distance import Levenshtein
+
     distances = []
     for target, prediction in paired(targets, predictions):
         if lower:
             target = target.lower()
             prediction = prediction.lower()
-        distances.append(levenshtein(re.split(r'\W', target), re.split(r'\W', prediction)))
+        words = (re.split(r'\W', target), re.split(r'\W', prediction))
+        distances.append(Levenshtein.distance(*words))
     return {
         'min_edit': min(distances),
         'max_edit': max(distances),
@@ -340,7 +343,9 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
 
     Both are sums over the corpus. Source: byt5/metrics.py.
     """
-    num_edits = sum(itertools.starmap(levenshtein, paired(targets, predictions)))
+    from rapidfuzz.distance import Levenshtein
+
+    num_edits = sum(itertools.starmap(Levenshtein.distance, paired(targets, predictions)))
     return {'cer': num_edits / sum(map(len, targets))}
 
 
@@ -359,29 +364,17 @@ def phoneme_error(targets: Sequence[References], predictions: Sequence[str]) -> 
     `targets`: the references of each prediction. The nearest one counts, of equally near ones the
     first. Phonemes are separated by spaces.
     """
+    from rapidfuzz.distance import Levenshtein
+
     num_edits = 0
     num_phonemes = 0
     for references, prediction in paired(reference_lists(targets), predictions):
         phonemes = [reference.split() for reference in references]
-        distances = [levenshtein(reference, prediction.split()) for reference in phonemes]
+        distances = [Levenshtein.distance(x, prediction.split()) for x in phonemes]
         nearest = int(np.argmin(distances))
         num_edits += distances[nearest]
         num_phonemes += len(phonemes[nearest])
     return {'phoneme_error': 100 * num_edits / num_phonemes}
-
-
-def levenshtein(target: Sequence[str], prediction: Sequence[str]) -> int:
-    """Return the least number of insertions, deletions and substitutions of tokens."""
-    tokens = np.array(list(prediction), object)
-    positions = np.arange(len(tokens) + 1)
-    distances = positions  # from the first i tokens of the target to the first j of the prediction
-    for token in target:
-        substituted = distances[:-1] + (tokens != token)
-        deleted = distances + 1
-        best = np.append(deleted[0], np.minimum(substituted, deleted[1:]))
-        # An insertion costs 1 for each position that it moves to the right.
-        distances = np.minimum.accumulate(best - positions) + positions
-    return int(distances[-1])
 
 
 def span_f1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
@@ -553,7 +546,8 @@ def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Itera
 class Choice(NamedTuple):
     """One of the choices of an example, and its score."""
 
-    idx: tuple[int, int]  # (example, choice)
+    example: int
+    choice: int
     is_correct: bool
     weight: float  # the example's
     score: float
@@ -572,28 +566,28 @@ def rank_classification(
     more than 2 give 'mean_3class_f1', too, and 2 give 'f1', 'auc-roc' and 'auc-pr' of choice 1, in
     percent; but not where an example has several correct choices.
     """
-    found: dict[tuple[int, int], Choice] = {}
+    choices = []
     for target, score in paired(targets, scores):
         (example, choice), is_correct, weight, length = target
-        idx = (int(example), int(choice))
         if math.isnan(score):
-            raise Refused(f'the score of choice {idx} is nan: check the parameters of the model')
-        assert idx not in found, (
-            f'two targets have idx {idx}: number the examples of a split from 0'
-        )
+            raise Refused(
+                f'the score of choice {choice} of example {example} is nan: check the model'
+            )
         if normalize_by_target_length:
             score = score / length
-        found[idx] = Choice(idx, bool(is_correct), float(weight), float(score))
-    choices = [found[idx] for idx in sorted(found)]
+        choices.append(Choice(int(example), int(choice), bool(is_correct), float(weight), score))
+    choices.sort()
+    for before, after in itertools.pairwise(choices):
+        assert before[:2] != after[:2], f'two targets have idx {after[:2]}: number all examples'
     if num_classes is None:
         num_correct = 0.0
         total = 0.0
-        for _, group in itertools.groupby(choices, key=lambda choice: choice.idx[0]):
-            best = max(group, key=lambda choice: choice.score)  # the first of equal scores
+        for _, group in itertools.groupby(choices, key=operator.attrgetter('example')):
+            best = max(group, key=operator.attrgetter('score'))  # the first of equal scores
             num_correct += best.weight * best.is_correct
             total += best.weight
         return {'accuracy': 100 * num_correct / total}
-    for example, count in Counter(choice.idx[0] for choice in choices).items():
+    for example, count in Counter(choice.example for choice in choices).items():
         if count != num_classes:
             raise Refused(f'example {example} has {count} choices, not num_classes={num_classes}')
     return fixed_choice_metrics(choices, num_classes)

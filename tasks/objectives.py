@@ -42,8 +42,7 @@ from sources import FEATURES
 from tasks.denoising import (
     iid_noise_mask,
     noise_token_to_random_token_or_sentinel,
-    noise_token_to_sentinel,
-    permute_noise_tokens,
+    permute_tokens,
     random_prefix_noise_mask,
     without_spans_after,
 )
@@ -102,7 +101,7 @@ class MassStyle(Denoising):
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
         mask = iid_noise_mask(raw_ids.shape, self.noise_density, *key)
-        return noise_token_to_sentinel(raw_ids, mask, self.sentinel_ids), raw_ids
+        return np.where(mask, self.sentinel_ids[0], raw_ids), raw_ids
 
 
 class BertStyle(MassStyle):
@@ -131,8 +130,7 @@ class Deshuffling(Denoising):
         self.check_targets(self.raw_length + 1)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
-        everything = np.ones(raw_ids.shape, bool)
-        return permute_noise_tokens(raw_ids, everything, *key), raw_ids
+        return permute_tokens(raw_ids, *key), raw_ids
 
 
 class PrincipleSentences(Denoising):
