@@ -78,17 +78,6 @@ def test_token_functions_match_t5():
             assert found.dtype == np.int32 and kept(found) == case[name], name
 
 
-def test_rows_are_replaced_one_by_one():
-    """What a row becomes does not depend on the others."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(3, 1000, (20, 13)).astype(np.int32)
-    mask = rng.random((20, 13)) < 0.4
-    sentinels = rng.permutation(1100).astype(np.int32)  # in any order and place
-    replace = data.noise_span_to_unique_sentinel
-    rows = [replace(tokens[i : i + 1], mask[i : i + 1], sentinels)[0] for i in range(20)]
-    np.testing.assert_array_equal(replace(tokens, mask, sentinels), rows)
-
-
 @pytest.mark.parametrize('density, shortest', [(0.5, 1), (0.25, 5), (0.1, 8)])
 def test_a_prefix_has_any_length(density, shortest):
     """T5: from round((1 - 2 density)(length - 1)), and 1, to length - 1."""
@@ -112,26 +101,6 @@ def test_tokens_are_permuted_in_all_ways():
     assert all(is_near(count, 1000) for count in counts)
 
 
-def test_random_tokens_are_any_but_the_reserved_ones():
-    tokens = np.full((2000, 100), 7, np.int32)
-    mask = denoising.iid_noise_mask(tokens.shape, 0.5, 'mask')
-    found = denoising.noise_token_to_random_token_or_sentinel(
-        tokens, mask, 13, np.array([13], np.int32), 'test'
-    )
-    assert found.dtype == np.int32 and (found[~mask] == 7).all()
-    counts = np.bincount(found[mask])
-    assert len(counts) == 14 and counts[:3].sum() == 0
-    assert all(is_near(count, mask.sum() / 100) for count in counts[3:13])
-
-
-def test_later_spans_are_taken_out():
-    mask = np.array([list('.xx.x.xxx'), list('x.x.x.x.x'), list('.........')]) == 'x'
-    found = denoising.without_spans_after(mask, 2)
-    expected = np.array([list('.xx.x....'), list('x.x......'), list('.........')]) == 'x'
-    np.testing.assert_array_equal(found, expected)
-    assert not denoising.without_spans_after(mask, 0).any()
-
-
 def test_concatenating_and_splitting_match_seqio():
     case = golden('split_concat')
     documents = [np.array(example['targets'], np.int32) for example in case['examples']]
@@ -151,28 +120,6 @@ def test_concatenating_and_splitting_match_seqio():
     for group in groups:
         found += rows_of(group, [sum(map(len, group))])
     assert found == [example['targets'] for example in case['concat3_then_split8']]
-
-
-def test_rows_may_have_different_lengths():
-    rows = data.split_tokens([5, 5, 12], iter([3, 4, 1, 9, 9]))
-    assert rows.tolist() == [[0, 3], [3, 5], [5, 6], [6, 12]]
-    assert data.split_tokens([], itertools.repeat(3)).shape == (0, 2)
-    assert data.split_tokens([0], itertools.repeat(3)).shape == (0, 2)
-
-
-def test_documents_are_joined_and_name_their_rows():
-    records = []
-    for ids in ([7, 8, 9], [], [4], [5, 6]):
-        records.append({'targets': np.array(ids, np.int32)})
-    documents = data.join_documents('abcd', records, 0)
-    assert documents.ids.tolist() == [7, 8, 9, 4, 5, 6] and documents.ids.dtype == np.int32
-    assert documents.names == ['a', 'c', 'd'] and documents.ends.tolist() == [3, 4, 6]
-    rows = np.array([[0, 3], [2, 4], [3, 4], [0, 6]])
-    assert documents.names_of(rows) == [['a'], ['a', 'c'], ['c'], ['a', 'c', 'd']]
-    with_eos = data.join_documents('abcd', records, 0, eos=np.array([1]))
-    assert with_eos.ids.tolist() == [7, 8, 9, 1, 4, 1, 5, 6, 1]
-    nothing = data.join_documents('b', records[1:2], 0)
-    assert nothing.ids.tolist() == [] and nothing.names_of(np.zeros((0, 2), int)) == []
 
 
 @pytest.mark.parametrize('rule', ['append_eos', 'append_eos_after_trim'])

@@ -157,13 +157,6 @@ def test_an_error_of_a_function_has_a_note_that_names_the_record(tmp_path):
     assert re.match(rf"line [0-9]+ of {tmp_path}/spell.jsonl, task spell; .*'words", note)
 
 
-def test_a_task_takes_the_records_of_the_settings(tmp_path):
-    config = mixture_config(tmp_path, task='bare', files=f'{tmp_path}/add.jsonl')
-    module = "from tasks import Task\nTASKS = [Task('bare', inputs='{a}', targets='{b}')]"
-    (tmp_path / 'my_tasks.py').write_text(module)
-    assert tasks.open.open_mixture(config).corpus == 'files'
-
-
 def test_a_vocabulary_is_trained_without_the_records_on_which_a_function_fails(tmp_path):
     fault = "        if word == 'w2':\n            1 / 0\n"
     config = mixture_config(tmp_path, task='spell', on_bad_line='skip', max_bad_fraction=0.5)
