@@ -21,7 +21,7 @@ from tasks import metrics
 from tasks.mixtures import MetricFn, Mixture, Task, settings_of_a_row
 from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
-from tasks.t5 import REFUSED, table
+from tasks.t5 import table
 
 RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
 TEXTS = ('targets', 'inputs', 'references', 'metrics')
@@ -30,8 +30,6 @@ TEXTS = ('targets', 'inputs', 'references', 'metrics')
 def find(config: ConfigDict) -> Task | Mixture:
     """Return the task or mixture that config.data names, with the settings in its rows."""
     name = config.task
-    if name in REFUSED:
-        raise Refused(f'data.task={name!r} {REFUSED[name]}')
     is_cached = functools.partial(sources.open.find_cache, config)
     texts = {setting: config[setting] for setting in TEXTS if config[setting]}
     if texts and name == 'span_corruption':  # the default

@@ -1,4 +1,4 @@
-"""Every task and mixture of T5 by name.
+"""Every task and mixture of T5 by name, but for one of decoder-only models.
 
     python main.py --mode=tasks                              lists them
     python main.py --mode=tasks glue_v002_proportional       prints a mixture: its tasks, rates and sources
@@ -42,15 +42,6 @@ from tasks.preprocessors import Fields
 
 def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
     return Task(name, tfds=tfds, objective=objective)
-
-
-# Tasks whose records can be read, but that no model here can be trained on.
-REFUSED = {
-    'c4_prefix_lm_objective_decoder_architecture': (
-        'is for decoder-only models, and all models here have an encoder: use '
-        "'c4_prefix_lm_objective_encoder_decoder_architecture'"
-    ),
-}
 
 
 # From texts to texts. The splits of a row are those of T5: of its data set, or slices of them.
@@ -394,7 +385,6 @@ def groups() -> dict[str, list[Task] | list[Mixture]]:
                 'c4/en:2.2.0',
                 'pack_prefix_lm_encoder_decoder',
             ),
-            documents('c4_prefix_lm_objective_decoder_architecture', 'c4/en:2.2.0', 'prefix_lm'),
             documents('c4_v020_unsupervised', 'c4/en:2.2.0'),
             documents('c4_noclean_v020_unsupervised', 'c4/en.noclean:2.2.0'),
             documents('c4_realnewslike_v020_unsupervised', 'c4/en.realnewslike:2.2.0'),
