@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
 from sacrebleu.metrics import BLEU
 
 from messages import Refused
@@ -320,15 +321,13 @@ def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: boo
     They are counts of edits, not percent. Each character outside words parts two tokens, so two of
     them in a row have an empty token between.
     """
-    from rapidfuzz.distance import Levenshtein
-
     distances = []
     for target, prediction in paired(targets, predictions):
         if lower:
             target = target.lower()
             prediction = prediction.lower()
-        words = (re.split(r'\W', target), re.split(r'\W', prediction))
-        distances.append(Levenshtein.distance(*words))
+        words = re.split(r'\W', target)
+        distances.append(Levenshtein.distance(words, re.split(r'\W', prediction)))
     return {
         'min_edit': min(distances),
         'max_edit': max(distances),
@@ -343,8 +342,6 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
 
     Both are sums over the corpus. Source: byt5/metrics.py.
     """
-    from rapidfuzz.distance import Levenshtein
-
     num_edits = sum(itertools.starmap(Levenshtein.distance, paired(targets, predictions)))
     return {'cer': num_edits / sum(map(len, targets))}
 
@@ -364,8 +361,6 @@ def phoneme_error(targets: Sequence[References], predictions: Sequence[str]) -> 
     `targets`: the references of each prediction. The nearest one counts, of equally near ones the
     first. Phonemes are separated by spaces.
     """
-    from rapidfuzz.distance import Levenshtein
-
     num_edits = 0
     num_phonemes = 0
     for references, prediction in paired(reference_lists(targets), predictions):
@@ -427,7 +422,7 @@ def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) ->
     """Return {'f1'} of class 1. A prediction that is neither 0 nor 1 counts as the wrong class."""
     from sklearn.metrics import f1_score
 
-    classes, labels = np.array(list(zip(*paired(targets, predictions), strict=True)))
+    classes, labels = np.transpose(paired(targets, predictions))
     if not np.isin(classes, (0, 1)).all():
         raise Refused('a target of F1 is neither 0 nor 1: leave out such examples')
     labels = np.where(np.isin(labels, (0, 1)), labels, 1 - classes)
