@@ -13,17 +13,13 @@ suffixes are those of model.py and
 `cache` is any pytree; `Cache` is model.py's. Source: T5X t5x/decoding.py.
 """
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from numpy.typing import NDArray
 
 import partition
 
@@ -38,140 +34,6 @@ Step = Callable[[jax.Array, C], tuple[jax.Array, C]]
 Choose = Callable[[jax.Array, jax.Array], jax.Array]  # (logits_rv, position) -> the next tokens_r
 Filter = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # see `filtered`
 Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for so many tokens
-Text = str | Sequence[int] | NDArray  # or its ids
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoding:
-    """How answers are found: the options of `infer.T5.generate` and config.decode."""
-
-    max_length: int = 128
-    beam_size: int = 1
-    alpha: float = 0.6
-    temperature: float | Sequence[float] = 0.0  # one number, or one for each example
-    top_k: int = 0
-    top_p: float = 0.0
-    min_p: float = 0.0
-    seed: int = 0
-    num_return: int = 1
-    return_scores: bool = False
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_length: int = 0
-    bad_words: Text | Sequence[Text] = ()
-    allowed: Sequence = ()  # of Text, or a list of them for each input
-    stop: str | Sequence[str] = ()
-    filters: Sequence[Filter] = ()
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):  # programs are kept by their options
-            value = hashable(getattr(self, field.name))
-            if field.name in ('bad_words', 'allowed', 'stop') and isinstance(value, str):
-                value = (value,)
-            object.__setattr__(self, field.name, value)
-
-    @property
-    def is_random(self) -> bool:
-        return bool((np.ravel(self.temperature) > 0).any())
-
-    @property
-    def room(self) -> int:
-        """The positions of an answer in a program: a power of two."""
-        return max(FIRST_ROOM, next_power(self.max_length))
-
-    @property
-    def num_decodes(self) -> int:
-        return max(self.beam_size, self.num_return)
-
-    @property
-    def is_allowed_per_input(self) -> bool:
-        """Whether `allowed` has a list for each input, of texts or of lists of ids."""
-        lists = [x for x in self.allowed if isinstance(x, tuple)]
-        return any(not isinstance(x, int) for x in itertools.chain(*lists))
-
-    @property
-    def program(self) -> 'Decoding':
-        """The options that a program is compiled for; the others are its arguments."""
-        return dataclasses.replace(
-            self,
-            max_length=0,
-            seed=0,
-            temperature=float(self.is_random),
-            bad_words=('any',) if self.bad_words else (),
-            allowed=('any',) if self.allowed else (),
-            stop=('any',) if self.stop else (),
-        )
-
-
-def next_power(n: int) -> int:
-    """Return the first of 1, 2, 4, 8 ... that reaches `n`."""
-    return 1 << max(int(n) - 1, 0).bit_length()
-
-
-def hashable(value):
-    """Return `value` with tuples for its lists and arrays, and Python's numbers for numpy's."""
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        value = value.tolist()
-    if isinstance(value, list | tuple | range):
-        return tuple(map(hashable, value))
-    return value
-
-
-def decode(
-    decoding: Decoding,
-    step: 'Step[Cache]',
-    cache: 'Cache',
-    batch: Mapping[str, jax.Array],
-    eos_id: int = EOS_ID,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return tokens_bnT and scores_bn, the best last; None for the scores of samples without `return_scores`.
-
-    `batch` has prompt_bT, lengths_b, temperature_b, seed_b, example_b, the numbers of the examples, and the texts of
-    `decoding` as ids, each padded with -1 and the list with -2: bad_words_bnW and stop_bnW, padded on the left, and
-    allowed_bnA, which end with EOS.
-    """
-    num_decodes = decoding.num_decodes
-    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
-    filters = filters_of(decoding, rows, eos_id)
-    if decoding.beam_size > 1:
-        tokens_bnT, scores_bn = beam_search(
-            step,
-            reorder_beams,
-            cache,
-            batch['prompt_bT'],
-            batch['lengths_b'],
-            num_beams=num_decodes,
-            alpha=decoding.alpha,
-            eos_id=eos_id,
-            grow=grow_cache,
-            filters=filters,
-        )
-    else:
-        choose: Choose = most_likely
-        if decoding.is_random:
-            keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
-            for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
-                keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
-            kept = (decoding.top_k, decoding.top_p, decoding.min_p)
-            choose = random_tokens(keys_r, rows['temperature_b'], *kept)
-        tokens_rT, scores_r = sample(
-            step,
-            cache,
-            rows['prompt_bT'],
-            rows['lengths_b'],
-            choose,
-            eos_id=eos_id,
-            grow=grow_cache,
-            filters=filters,
-        )
-        tokens_bnT = tokens_rT.reshape(-1, num_decodes, tokens_rT.shape[1])
-        scores_bn = scores_r.reshape(-1, num_decodes)
-        if num_decodes > 1:
-            scores_bn, order_bn = best_last(scores_bn, num_decodes)
-            tokens_bnT = pick(tokens_bnT, order_bn)
-    if not decoding.return_scores and decoding.beam_size == 1:
-        return tokens_bnT, None  # XLA then computes no scores
-    return tokens_bnT, scores_bn
 
 
 class SampleState(NamedTuple, Generic[C]):
@@ -236,7 +98,8 @@ def sample(
         logits_rv, cache = step(state.tokens_r, state.cache)
         filtered_rv = filtered(filters, logits_rv, state.output_rT, state.position)
         chosen_r = choose(filtered_rv, state.position)
-        log_probs_r = log_probs(logits_rv, chosen_r)
+        logit_r = partition.take(logits_rv, chosen_r, 'model')
+        log_probs_r = logit_r - partition.logsumexp(logits_rv, 'model')
         forced_r = prompt_rT[:, state.position]
         is_free_r = forced_r == 0
         tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
@@ -412,12 +275,6 @@ def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index, axis=1)
 
 
-def log_probs(logits_rv: jax.Array, tokens_r: jax.Array) -> jax.Array:
-    """Return the log-probability of one token of each row, float32 [r]."""
-    logit_r = partition.take(logits_rv, tokens_r, 'model')
-    return logit_r - partition.logsumexp(logits_rv, 'model')
-
-
 def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 0.0) -> jax.Array:
     """Return the logits with MASKED for all but the `top_k` most likely tokens.
 
@@ -463,29 +320,6 @@ def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> 
     return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
 
 
-# Filters: transformers' LogitsProcessors. `filtered` has the shapes.
-
-
-def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array], eos_id: int) -> list[Filter]:
-    """Return the filters in transformers' order, then the user's own, and stop texts last."""
-    num_given_r = 1 + (rows['prompt_bT'] > 0).sum(axis=1)  # with BOS
-    found: list[Filter] = []
-    if decoding.repetition_penalty != 1:
-        found.append(partial(penalize_repetition, decoding.repetition_penalty))
-    if decoding.no_repeat_ngram_size:
-        found.append(partial(forbid_repeated_ngrams, decoding.no_repeat_ngram_size))
-    if decoding.bad_words:
-        found.append(partial(forbid_words, rows['bad_words_bnW']))
-    if decoding.min_length:
-        found.append(partial(forbid_early_end, eos_id, decoding.min_length + num_given_r))
-    if decoding.allowed:
-        found.append(partial(allow_only, eos_id, rows['allowed_bnA']))
-    found += decoding.filters
-    if decoding.stop:
-        found.append(partial(end_after, eos_id, rows['stop_bnW'], num_given_r))
-    return found
-
-
 def filtered(
     filters: Sequence[Filter], logits_rv: jax.Array, output_rT: jax.Array, position: jax.Array
 ) -> jax.Array:
@@ -504,83 +338,6 @@ def filtered(
     for change in filters:
         logits_rv = change(logits_rv, tokens_rT, ids_v)
     return logits_rv
-
-
-def penalize_repetition(penalty, logits_rv, tokens_rT, ids_v):
-    """Divide the positive logits of tokens that have occurred by `penalty`, multiply negative ones (CTRL §4.1)."""
-    penalized_rv = jnp.where(logits_rv < 0, logits_rv * penalty, logits_rv / penalty)
-    return jnp.where(among(tokens_rT, ids_v), penalized_rv, logits_rv)
-
-
-def forbid_repeated_ngrams(size, logits_rv, tokens_rT, ids_v):
-    """Forbid tokens that would repeat an n-gram of `size` tokens."""
-    num_ngrams = max(0, tokens_rT.shape[1] - size + 1)
-    newest_rt = newest(tokens_rT, size - 1)
-    is_repeated_rT = jnp.ones_like(tokens_rT[:, :num_ngrams], bool)
-    for i in range(size - 1):
-        is_repeated_rT &= tokens_rT[:, i : i + num_ngrams] == newest_rt[:, i, None]
-    last_rT = tokens_rT[:, size - 1 :]
-    return forbid(logits_rv, jnp.where(is_repeated_rT, last_rT, -1), ids_v)
-
-
-def forbid_early_end(eos_id, min_length_r, logits_rv, tokens_rT, ids_v):
-    """Forbid EOS before `min_length` tokens, BOS and prompt included."""
-    is_early_r = (tokens_rT >= 0).sum(axis=1) < min_length_r
-    return forbid(logits_rv, jnp.where(is_early_r, eos_id, -1)[:, None], ids_v)
-
-
-def forbid_words(words_rnW, logits_rv, tokens_rT, ids_v):
-    """Forbid the last token of each word after its others."""
-    follows_rn = ends_with(tokens_rT, words_rnW[:, :, :-1])
-    return forbid(logits_rv, jnp.where(follows_rn, words_rnW[:, :, -1], -1), ids_v)
-
-
-def allow_only(eos_id, answers_rnA, logits_rv, tokens_rT, ids_v):
-    """Forbid tokens that continue none of the answers; if nothing continues one, allow EOS alone."""
-    length = answers_rnA.shape[2]
-    decoded_r1A = tokens_rT[:, None, 1 : 1 + length]
-    begins_rn = ((decoded_r1A < 0) | (decoded_r1A == answers_rnA)).all(axis=2)
-    position_r11 = jnp.clip((tokens_rT >= 0).sum(axis=1) - 1, max=length - 1)[:, None, None]
-    next_rn = jnp.take_along_axis(answers_rnA, position_r11, axis=2)[..., 0]
-    next_rn = jnp.where(begins_rn, next_rn, -1)
-    next_rn = jnp.where((next_rn < 0).all(axis=1, keepdims=True), eos_id, next_rn)
-    return jnp.where(among(next_rn, ids_v), logits_rv, -jnp.inf)
-
-
-def end_after(eos_id, words_rnW, num_given_r, logits_rv, tokens_rT, ids_v):
-    """Allow EOS alone after one of the words, but not within the first `num_given` tokens, BOS and prompt."""
-    is_answer_r = (tokens_rT >= 0).sum(axis=1) > num_given_r
-    has_ended_r1 = (is_answer_r & ends_with(tokens_rT, words_rnW).any(axis=1))[:, None]
-    only_eos_1v = jnp.where(ids_v == eos_id, 0.0, -jnp.inf)[None]
-    return jnp.where(has_ended_r1, only_eos_1v, logits_rv)
-
-
-def ends_with(tokens_rT: jax.Array, words_rnW: jax.Array) -> jax.Array:
-    """Return which words the newest tokens of each row are, bool [r, n]; words have -1 on the left."""
-    newest_r1W = newest(tokens_rT, words_rnW.shape[2])[:, None]
-    return ((words_rnW == -1) | (words_rnW == newest_r1W)).all(axis=2)
-
-
-def newest(tokens_rT: jax.Array, num: int) -> jax.Array:
-    """Return the `num` newest decoded tokens, with -1 before the first."""
-    padded_rT = jnp.pad(tokens_rT, ((0, 0), (num, 0)), constant_values=-1)
-    first_r1 = (tokens_rT >= 0).sum(axis=1, keepdims=True)
-    return jnp.take_along_axis(padded_rT, first_r1 + jnp.arange(num)[None], axis=1)
-
-
-def forbid(logits_rv: jax.Array, ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
-    """Return the logits with -inf for the ids; -1 stands for none."""
-    return jnp.where(among(ids_rn, ids_v), -jnp.inf, logits_rv)
-
-
-def among(ids_rn: jax.Array, ids_v: jax.Array) -> jax.Array:
-    """Return which of this device's ids are among those of each row, bool [r, v]; -1 stands for none."""
-    num_ids = ids_v.shape[0]
-    index_rn = ids_rn - ids_v[0]
-    index_rn = jnp.where((ids_rn < 0) | (index_rn < 0), num_ids, index_rn)
-    rows_r1 = jnp.arange(ids_rn.shape[0])[:, None]
-    none_rv = jnp.zeros((ids_rn.shape[0], num_ids), bool)
-    return none_rv.at[rows_r1, index_rn].set(True, mode='drop')
 
 
 # A cache of keys and values, for groups of rows that decode together, such as the beams of an example.

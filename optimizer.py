@@ -1,14 +1,13 @@
 """Optimizers, and T5X's learning-rate schedules.
 
-optax runs outside `shard_map`, on global arrays: a mean over a parameter is the mean over all of it.
-Adafactor follows optax, which matches T5X for 1-D and 2-D parameters; only the sums are ours. Source:
-T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW);
+They run outside `shard_map`, on global arrays: a mean over a parameter is the mean over all of it. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW);
 Polyak & Juditsky 1992 (averages of parameters).
 """
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -21,82 +20,73 @@ import kernels
 from messages import Refused
 
 
-def make_optimizer(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return the optimizer `config.name`, after a clip of the global norm and before a moving average, if set."""
+def make_optimizer(
+    config: ConfigDict, learning_rate: Callable
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer `config.name`, after a clip of the global norm and before a moving average, if set.
+
+    Its `update` takes the training step, `step`, beside gradients, state and parameters.
+    """
     if config.name not in OPTIMIZERS:
         raise Refused(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
-    optimizer = OPTIMIZERS[config.name](config, learning_rate)
+    chain = [OPTIMIZERS[config.name](config, learning_rate)]
     threshold = config.global_norm_clip_threshold
     if threshold:
         clip = optax.stateless(lambda updates, _: clip_by_norm(updates, threshold))
-        optimizer = optax.chain(clip, optimizer)
+        chain.insert(0, clip)
     if config.ema_decay:
-        optimizer = optax.chain(optimizer, average_parameters(config.ema_decay))
-    return optimizer
+        chain.append(average_parameters(config.ema_decay))
+    return optax.chain(*chain)
+
+
+class Moments(NamedTuple):
+    """Adafactor's moving averages of one parameter, float32; None for those that it does not keep."""
+
+    v_row: jax.Array | None = None  # squared gradients, their mean over the largest dimension
+    v_col: jax.Array | None = None  # the same over the second largest dimension
+    v: jax.Array | None = None  # squared gradients
+    m: jax.Array | None = None  # updates
 
 
 def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
-    """Return `optax.adafactor` with our sums. A hyper-parameter of 0 turns its part off.
+    """Return Adafactor as T5X has it, whose state is {path: Moments}. A hyper-parameter of 0 turns its part off.
 
     Each parameter is updated separately, so JAX traces one update per shape; kernels of experts, [experts, rows,
     columns], matrix by matrix. T5X multiplies the gradients of these by the number of experts (t5x/contrib/moe).
     """
-    init_one = jax.jit(optax.scale_by_factored_rms(config.factored).init)
-
-    def init_experts(param):
-        of_matrix = optax.scale_by_factored_rms(config.factored, min_dim_size_to_factor=1)
-        zeros = of_matrix.init(param[0])
-
-        def of_all(x):  # except the count, and the [1] zeros of an unused slot
-            return jnp.zeros((len(param), *x.shape), x.dtype) if x.size > 1 else x
-
-        return jax.tree.map(of_all, zeros)
-
-    def update_experts(grad, state, param):
-        axes = jax.tree.map(lambda x: 0 if x.ndim > 1 else None, state)
-        return jax.vmap(update_one, (0, axes, 0), (0, axes))(grad * len(grad), state, param)
-
-    @jax.jit
-    def update_one(grad, state, param):
-        update, state = scale_by_rms(config, grad, state)
-        if config.clipping_threshold:
-            rms = norm(update) / math.sqrt(update.size)
-            update = update / jnp.maximum(1.0, rms / config.clipping_threshold)
-        if config.multiply_by_parameter_scale:
-            rms = norm(param) / math.sqrt(param.size)
-            update = update * jnp.maximum(rms, 1e-3)
-        return update, state
-
-    def join(states: Mapping[str, optax.FactoredState]) -> optax.FactoredState:
-        counts, *slots = zip(*states.values(), strict=True)  # counts are equal
-        return optax.FactoredState(counts[0], *[dict(zip(states, x, strict=True)) for x in slots])
+    scale_one = jax.jit(partial(scale_by_moments, config))
 
     def init(params):
-        states = {}
+        moments = {}
         for path, param in params.items():
-            init_path = init_experts if is_of_experts(path) else init_one
-            states[path] = init_path(param)
-        return join(states)
+            if is_of_experts(path):
+                moments[path] = jax.vmap(partial(init_moments, config, min_dim_size=1))(param)
+            else:
+                moments[path] = init_moments(config, param)
+        return moments
 
-    def update(grads, state, params):
-        count, *slots = state
+    def update(grads, state, params, *, step, **_):
+        decay = 1.0 - (step - config.step_offset + 1.0) ** -config.decay_rate
+        rate = learning_rate(step)
         updates = {}
-        states = {}
+        moments = {}
         for path, grad in grads.items():
-            own = optax.FactoredState(count, *[slot[path] for slot in slots])
-            update_path = update_experts if is_of_experts(path) else update_one
-            updates[path], states[path] = update_path(grad, own, params[path])
-        return updates, join(states)
+            scale = scale_one
+            if is_of_experts(path):
+                grad = grad * len(grad)
+                scale = jax.vmap(scale_one, (None, 0, 0, 0))
+            scaled, new = scale(decay, grad, state[path], params[path])
+            update = rate * scaled
+            if config.beta1:
+                update = (1 - config.beta1) * update + config.beta1 * new.m
+                new = new._replace(m=update)
+            if config.weight_decay_rate:
+                update = update + config.weight_decay_rate * params[path]
+            updates[path] = -update
+            moments[path] = new
+        return updates, moments
 
-    chain = [
-        optax.GradientTransformation(init, update),
-        optax.scale_by_learning_rate(learning_rate, flip_sign=False),
-    ]
-    if config.beta1:
-        chain.append(optax.ema(config.beta1, debias=False))
-    if config.weight_decay_rate:
-        chain.append(optax.add_decayed_weights(config.weight_decay_rate))
-    return optax.chain(*chain, optax.scale(-1))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def is_of_experts(path: str) -> bool:
@@ -104,35 +94,53 @@ def is_of_experts(path: str) -> bool:
     return 'expert' in path.split('/')
 
 
-def scale_by_rms(
-    config: ConfigDict, grad: jax.Array, state: optax.FactoredState
-) -> tuple[jax.Array, optax.FactoredState]:
-    """Return a gradient divided by the root of its mean square, and the averages of such squares.
+def init_moments(config: ConfigDict, param: jax.Array, min_dim_size: int = 128) -> Moments:
+    """Return zeros: `v_row` and `v_col` if two dimensions have `min_dim_size` or more, else `v`."""
+    m = jnp.zeros(param.shape) if config.beta1 else None
+    if not config.factored or param.ndim < 2 or sorted(param.shape)[-2] < min_dim_size:
+        return Moments(v=jnp.zeros(param.shape), m=m)
+    second, largest = np.argsort(param.shape)[-2:]  # dimensions
+    v_row = jnp.zeros(np.delete(param.shape, largest))
+    return Moments(v_row, v_col=jnp.zeros(np.delete(param.shape, second)), m=m)
 
-    They are kept in full (`v`), or as means of rows and columns: Shazeer & Stern 2018, algorithm 4.
+
+def scale_by_moments(config, decay, grad, moments, param):
+    """Return the update of one parameter before the learning rate, and the moments, which `decay` averages.
+
+    Shazeer & Stern 2018, algorithms 4 and 5.
     """
-    count, v_row, v_col, v = state
-    decay = 1.0 - (count - config.step_offset + 1.0) ** -config.decay_rate
+    v_row, v_col, v, m = moments
     square = grad**2 + 1e-30
-    if v.shape == grad.shape:
+    if v is not None:
         v = decay * v + (1.0 - decay) * square
-        return grad * v**-0.5, optax.FactoredState(count + 1, v_row, v_col, v)
-    second, largest = map(int, np.argsort(grad.shape)[-2:])  # dimensions
-    v_row = decay * v_row + (1.0 - decay) * kernels.mean(square, largest)
-    v_col = decay * v_col + (1.0 - decay) * kernels.mean(square, second)
-    kept = second - (largest < second)  # the second dimension of v_row
-    row = (v_row / v_row.mean(kept, keepdims=True)) ** -0.5
-    update = grad * jnp.expand_dims(row, largest) * jnp.expand_dims(v_col**-0.5, second)
-    return update, optax.FactoredState(count + 1, v_row, v_col, v)
+        update = grad * v**-0.5
+    else:
+        second, largest = map(int, np.argsort(grad.shape)[-2:])  # dimensions
+        v_row = decay * v_row + (1.0 - decay) * kernels.mean(square, largest)
+        v_col = decay * v_col + (1.0 - decay) * kernels.mean(square, second)
+        kept = second - (largest < second)  # the second dimension of v_row
+        row = (v_row / v_row.mean(kept, keepdims=True)) ** -0.5
+        update = grad * jnp.expand_dims(row, largest) * jnp.expand_dims(v_col**-0.5, second)
+    if config.clipping_threshold:
+        rms = norm(update) / math.sqrt(update.size)
+        update = update / jnp.maximum(1.0, rms / config.clipping_threshold)
+    if config.multiply_by_parameter_scale:
+        rms = norm(param) / math.sqrt(param.size)
+        update = update * jnp.maximum(rms, 1e-3)
+    return update, Moments(v_row, v_col, v, m)
 
 
 def adamw(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
     """Return AdamW. It decays every parameter, also the scales of norms."""
-    return optax.adamw(
-        learning_rate,
-        b1=config.adamw.beta1,
-        b2=config.adamw.beta2,
-        weight_decay=config.adamw.weight_decay,
+
+    def descend(updates, state, params=None, *, step, **_):
+        rate = -learning_rate(step)
+        return jax.tree.map(lambda update: rate * update, updates), state
+
+    return optax.chain(
+        optax.scale_by_adam(b1=config.adamw.beta1, b2=config.adamw.beta2),
+        optax.add_decayed_weights(config.adamw.weight_decay),
+        optax.GradientTransformationExtraArgs(optax.init_empty_state, descend),
     )
 
 
@@ -179,15 +187,11 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def averaged(params: Mapping[str, jax.Array], opt_state: optax.OptState) -> Mapping[str, jax.Array]:
-    """Return the parameters, or their moving averages if the optimizer keeps some."""
-
-    def is_average(x: optax.OptState) -> bool:
-        return isinstance(x, ParameterAverage)
-
-    for x in jax.tree.leaves(opt_state, is_leaf=is_average):
-        if is_average(x):
-            return {**params, **x.ema_params}
+def averaged(params: Mapping[str, jax.Array], opt_state: Sequence) -> Mapping[str, jax.Array]:
+    """Return the parameters, or their moving averages if the optimizer of `make_optimizer` keeps some."""
+    for state in opt_state:  # of a chain
+        if isinstance(state, ParameterAverage):
+            return {**params, **state.ema_params}
     return params
 
 

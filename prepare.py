@@ -394,9 +394,6 @@ def restore(
         if average not in arrays:
             arrays[average] = arrays[parameter].copy()
 
-    # Optimizer counters alias the step; NumPy's array gives each its own buffer, because a buffer can
-    # be donated once.
-    arrays['state/step'] = np.asarray(arrays['state/step'])
     state = train.TrainState(*state_names.from_t5x(arrays, spec.state_shapes.opt_state))
     state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, spec.state_shapes)
     return jax.device_put(state, partition.shardings(spec.mesh, spec.state_specs))

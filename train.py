@@ -48,26 +48,18 @@ def train_step(
     key = jax.random.fold_in(dropout_key, state.step)
     grads, metrics = gradients(spec, state.params, batch, rows, key)
     trained = spec.trained_of(state.params)
-    updates, opt_state = spec.tx.update(grads, state.opt_state, trained)
+    updates, opt_state = spec.tx.update(grads, state.opt_state, trained, step=state.step)
     params = state.params | optax.apply_updates(trained, updates)
     metrics['learning_rate'] = spec.schedule(state.step)
     metrics['gradient_norm'] = optimizer.norm(grads)
     totals = [metrics['loss'], metrics['gradient_norm'], optimizer.norm(updates)]
-    totals += map(kernels.sum, state_names.slots(opt_state, trained))
+    totals += map(kernels.sum, jax.tree.leaves(opt_state))
     metrics['finite'] = jnp.isfinite(sum(totals))
     new = TrainState(state.step + 1, params, opt_state)
     if spec.skips_not_finite:
-        new = skip_unless(metrics['finite'], new, state)
+        old = state._replace(step=new.step)
+        new = jax.tree.map(functools.partial(jnp.where, metrics['finite']), new, old)
     return new, metrics
-
-
-def skip_unless(
-    condition: jax.Array, new: TrainState[jax.Array], old: TrainState[jax.Array]
-) -> TrainState[jax.Array]:
-    """Return `new` if `condition` holds, else `old` with the step of `new` and the counters that mirror it."""
-    tree = state_names.to_t5x(new.step, old.params, old.opt_state)
-    skipped = TrainState(*state_names.from_t5x(tree, old.opt_state))
-    return jax.tree.map(functools.partial(jnp.where, condition), new, skipped)
 
 
 def gradients(

@@ -4,55 +4,23 @@ The other configs start from `get_config` and change values. The defaults are T5
 (t5x/configs/runs/pretrain.gin) of T5 1.1 small. `python main.py --help` prints all settings.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from ml_collections import ConfigDict, FieldReference
 
-Value = bool | int | float | str | tuple
-
-INT32_MAX = 2**31 - 1  # steps and token ids are int32
-LARGEST_FLOAT = 1e30  # float32 has no much larger ones
-
-
-class Range(NamedTuple):
-    """The numbers from `low` to `high`, both included unless they are in `without`."""
-
-    low: float
-    high: float
-    without: tuple[float, ...] = ()
-
-    def holds(self, value: float) -> bool:
-        """Return whether `value` is in the range; nan and infinities are in none."""
-        return self.low <= value <= self.high and value not in self.without
-
-    def __str__(self) -> str:
-        low = 'above' if self.low in self.without else 'at least'
-        high = 'below' if self.high in self.without else 'at most'
-        if self.low < 0 and self.without:
-            return f'{self.low}, or at least 1 and at most {self.high:,}'
-        if self.high == LARGEST_FLOAT:
-            return f'{low} {self.low:g} and finite'
-        return f'{low} {self.low:,} and {high} {self.high:,}'
-
-
-class Setting(NamedTuple):
-    """A setting: its default, and the range of a number or the choices of a text."""
-
-    default: Value
-    range: Range | None = None
-    choices: Sequence[str] = ()
-
-
-STEPS = Range(1, INT32_MAX)
-STEPS_OR_NONE = Range(0, INT32_MAX)
-SIZE = Range(1, 2**20)
-LAYERS = Range(1, 1000)
-NOT_NEGATIVE = Range(0, LARGEST_FLOAT)
-POSITIVE = Range(0, LARGEST_FLOAT, without=(0,))
-FRACTION = Range(0, 1)
-BELOW_ONE = Range(0, 1, without=(1,))
-DEVICES = Range(-1, 2**20, without=(0,))
+from answers import options
+from configs.setting import (
+    BELOW_ONE,
+    DEVICES,
+    FRACTION,
+    LARGEST_FLOAT,
+    LAYERS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SIZE,
+    STEPS,
+    STEPS_OR_NONE,
+    Range,
+    Setting,
+)
 
 
 def get_config() -> ConfigDict:
@@ -362,44 +330,12 @@ def settings() -> ConfigDict:
 
     # How answers are decoded. By default an answer has the most likely token at each position.
     config.decode = ConfigDict()
-    # Most tokens of an answer. By default those of the targets of a row.
-    config.decode.max_length = Setting(config.data.lengths.targets.default, SIZE)
-    # Beams of a beam search. 1 for none.
-    config.decode.beam_size = Setting(1, Range(1, 1024))
-    # Exponent of the brevity penalty, ((5 + length) / 6)^alpha, that divides the log-likelihoods of
-    # a beam search.
-    config.decode.alpha = Setting(0.6, Range(0, 100))
-    # Temperature at which tokens are drawn. 0 takes the most likely ones.
-    config.decode.temperature = Setting(0.0, Range(0, 1e6))
-    # Draw from so many of the most likely tokens. 0 for all.
-    config.decode.top_k = Setting(0, Range(0, 2**24))
-    # Draw from the most likely tokens that together have this probability. 0 for all.
-    config.decode.top_p = Setting(0.0, FRACTION)
-    # Draw from the tokens with at least this share of the largest probability. 0 for all.
-    config.decode.min_p = Setting(0.0, FRACTION)
-    # Filters, in this order, for any way to decode; those of transformers' generate.
-    # Above 1, make tokens that have occurred in the answer less likely: divide their positive logits by it, and
-    # multiply negative ones.
-    config.decode.repetition_penalty = Setting(1.0, Range(0, 100, without=(0,)))
-    # No n-gram of so many tokens occurs twice in an answer. 0 for any.
-    config.decode.no_repeat_ngram_size = Setting(0, Range(0, 1024))
-    # Texts, such as ('foo', 'bar'), that no answer has: their tokens, one after the other.
-    config.decode.bad_words = ()
-    # Fewest tokens of an answer, its EOS not included.
-    config.decode.min_length = Setting(0, Range(0, 2**20))
-    # The only answers, such as ('yes', 'no'). () allows all.
-    config.decode.allowed = ()
+    for name, setting in options.SETTINGS.items():
+        config.decode[name] = setting
+    config.decode.max_length = Setting(config.data.lengths.targets.default, SIZE)  # a row's
     # A Python file of your own, as a path or as its name in the current folder, with a function
     # filters(vocabulary) that returns a list of filters: see decode.py, `filtered`.
     config.decode.module = ''
-    # Texts that end an answer and are not part of it.
-    config.decode.stop = ()
-    # Answers per input: of the beams, or as many samples.
-    config.decode.num_return = Setting(1, Range(1, 1024))
-    # Seed of what is drawn.
-    config.decode.seed = Setting(0, Range(0, 2**32 - 1))
-    # Whether answers come with their scores.
-    config.decode.return_scores = False
     # Examples that are decoded or scored at once, where there are many.
     config.decode.batch_size = Setting(32, SIZE)
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 import paths
+from answers import options
 from configs import base
-from configs.base import Range, Setting, Value
+from configs.setting import Setting, Value, check_allowed, has_type_of, kind_of
 from messages import Refused
 
 # data.delimiter: a character, or a name for a tab.
@@ -56,15 +57,6 @@ NEEDS = (
     Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
 )
 
-# The names of types in messages.
-KINDS: dict[type, str] = {
-    bool: 'true or false',
-    int: 'a whole number',
-    float: 'a number',
-    str: 'text',
-    tuple: 'values in parentheses',
-}
-
 OPTIONS = 'model.options.'  # the prefix of the settings of an own model, which its file declares
 INTEGER_OR_AUTO = 'train.num_microbatches'  # run/memory.py checks the number
 
@@ -105,22 +97,6 @@ def check_value(key: str, value: Value) -> None:
         raise Refused(f'{key}={value!r}: {DELIMITER_RULE}')
     if key in ('data.references', 'data.weight') and not SLOT.fullmatch(str(value)):
         raise Refused(f"{key}={value!r}: must be one slot and nothing else, such as '{{answers}}'")
-
-
-def check_allowed(
-    key: str,
-    value: Value,
-    default: Value,
-    limits: Range | None,
-    choices: Collection[Value] | None = None,
-) -> None:
-    """Refuse a `value` of another type than `default`, or outside of the range or the choices."""
-    if not has_type_of(default, value):
-        raise Refused(f'{key}={value!r}: {kind_of(default)}')
-    if limits is not None and isinstance(value, int | float) and not limits.holds(value):
-        raise Refused(f'{key}={value}: must be {limits}; the default is {default!r}')
-    if choices and value not in choices:
-        raise Refused(f'{key}={value!r}: must be one of {", ".join(map(repr, choices))}')
 
 
 def check_effects(config: ConfigDict, given: Collection[str]) -> None:
@@ -175,20 +151,6 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
     return content
 
 
-def kind_of(default: Value) -> str:
-    """Return what the values of a setting must be, for a message about one that is not."""
-    example = ('a', 'b') if default == () else default
-    return f'must be {KINDS[type(default)]}, such as {example!r}'
-
-
-def has_type_of(default: Value, value: object) -> bool:
-    """Return whether `value` has the type of `default`: an int may stand for a float, a list for a tuple."""
-    if isinstance(default, bool) or isinstance(value, bool):
-        return type(value) is type(default)
-    others = {float: int, tuple: list}
-    return isinstance(value, (type(default), others.get(type(default), type(default))))
-
-
 def leaves(config: ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of every setting, the key with dots as on the command line."""
     for name, value in config.items():
@@ -199,7 +161,7 @@ def leaves(config: ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
 
 
 def describe() -> str:
-    """Return every setting with its default, its range and the comment above it in configs/base.py."""
+    """Return every setting with its default, its range and the comment above it in configs/base.py, or its help."""
     lines = ['Settings, with the defaults of configs/base.py:']
     comment: list[str] = []
     for line in inspect.getsource(base.settings).splitlines():
@@ -207,14 +169,22 @@ def describe() -> str:
         assigned = re.match(r'config\.([\w.]+) = ', line)
         if line.startswith('# '):
             comment.append(line.removeprefix('# '))
-        elif assigned:
-            setting = declared().get(assigned[1])
-            if setting is None:  # a group
-                lines += ['', *comment]
+        elif assigned and comment:
+            if assigned[1] in declared():
+                lines += describe_setting(assigned[1], *comment)
             else:
-                lines.append(f'  --config.{assigned[1]}={setting.default!r}')
-                lines += [f'      {text}' for text in comment]
-            if setting is not None and setting.range is not None:
-                lines.append(f'      ({setting.range})')
+                lines += ['', *comment]
+            if assigned[1] == 'decode':
+                for name in options.SETTINGS:
+                    lines += describe_setting(f'decode.{name}', options.OPTIONS[name]['help'])
             comment = []
     return '\n'.join(lines)
+
+
+def describe_setting(key: str, *texts: str) -> list[str]:
+    setting = declared()[key]
+    lines = [f'  --config.{key}={setting.default!r}']
+    lines += [f'      {text}' for text in texts]
+    if setting.range is not None:
+        lines.append(f'      ({setting.range})')
+    return lines

@@ -21,6 +21,7 @@ import safetensors.numpy
 
 import model
 import paths
+from answers.options import OPTIONS
 from formats import own_model, own_options
 from formats.names import NAMES, inverse, names_of, translate
 from messages import Refused, first_ten, named
@@ -62,7 +63,7 @@ FIXED_SETTINGS = {
     'decoder_start_token_id': 0,
 }
 
-# Arguments of its `generate`, and what `infer.T5.generate` has instead.
+# Arguments of its `generate` of other names, and what `infer.T5.generate` has instead.
 ARGUMENTS_OF_GENERATE = {
     'num_beams': 'use beam_size',
     'do_sample': 'use temperature, which draws tokens if it is above 0',
@@ -80,12 +81,6 @@ ARGUMENTS_OF_GENERATE = {
     'max_length': 'use max_length, one less, because transformers counts the start token',
     'min_length': 'use min_length, one less, because transformers counts the start token',
     'eos_token_id': 'use stop, with texts',
-    'temperature': 'use temperature',
-    'top_k': 'use top_k',
-    'top_p': 'use top_p',
-    'min_p': 'use min_p',
-    'repetition_penalty': 'use repetition_penalty',
-    'no_repeat_ngram_size': 'use no_repeat_ngram_size',
 }
 # generation_config.json: settings that change no answer; that count in a beam search or if tokens are drawn; and the
 # values that are our defaults, where this is not None, false, 0 or empty.
@@ -388,7 +383,8 @@ def _notes_of_generation(folder: Path, config: Mapping) -> list[str]:
             ours = config.get(name) or ours
         is_same = value in (None, [], {}, ours, [ours])
         if not (is_same or name in ignored or re.fullmatch(NOT_OF_ANSWERS, name)):
-            remedy = ARGUMENTS_OF_GENERATE.get(name, 'not supported')
+            same = f'use {name}' if name in OPTIONS else 'not supported'
+            remedy = ARGUMENTS_OF_GENERATE.get(name, same)
             differences.append(f'{name}={json.dumps(value):.40} ({remedy})')
     if not differences:
         return []

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from configs import base, check
+from configs import check, setting
 from messages import Refused
 from model import Options, T5Config
 
 # How absl reads the value of a flag that is true or false.
 BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
 ITEM = bool | int | float | str  # of a tuple
-FINITE = base.Range(-base.LARGEST_FLOAT, base.LARGEST_FLOAT)
+FINITE = setting.Range(-setting.LARGEST_FLOAT, setting.LARGEST_FLOAT)
 
 
 def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Options | None:
@@ -25,7 +25,7 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
     defaults: dict[str, Any] = {}
     if declared is not None:
         defaults = dataclasses.asdict(declared())
-    has_kinds = {type(default) for default in defaults.values()} <= check.KINDS.keys()
+    has_kinds = {type(default) for default in defaults.values()} <= setting.KINDS.keys()
     assert has_kinds, f'{file}: the defaults of Options must be bool, int, float, str or tuple'
     values = {}
     for name, value in given.items():

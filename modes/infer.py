@@ -46,6 +46,7 @@ import model
 import partition
 import paths
 import user_code
+from answers import batches
 from formats import own_model, own_options
 from messages import Refused, first_ten
 from modes import command_line, infer_input, process
@@ -60,7 +61,7 @@ from run.lock import lock
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.
-EXAMPLES_PER_FILE = {'none': 256, 'mean': infer.EXAMPLES_PER_CHUNK}
+EXAMPLES_PER_FILE = {'none': 256, 'mean': batches.EXAMPLES_PER_CHUNK}
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
 
@@ -136,8 +137,7 @@ class Job:
         check_rows(self.vocabulary, self.opened.directory, vocab_size)
         model.check_mesh(self.opened.config, partition.make_mesh(**self.config.mesh))
         settings = self.config.decode
-        self.decoding = decoding_of(settings, self.vocabulary)
-        infer.words_of(self.decoding, self.vocabulary, vocab_size)
+        self.decoding = decoding_of(settings, self.vocabulary, vocab_size)
         if settings.top_k > vocab_size:
             raise Refused(f'decode.top_k={settings.top_k}: must be at most {vocab_size}')
         self.messages: list[str] = []  # on examples that were cut or left out

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 import loop
 import paths
 import train
-from configs.base import INT32_MAX
+from configs.setting import INT32_MAX
 from messages import Refused
 from modes import command_line, process
 from modes.of_checkpoint import with_restored_sizes

@@ -1,20 +1,22 @@
 """The options of config.decode, with the filters of its module."""
 
-import dataclasses
-
 from ml_collections import ConfigDict
 
-import infer
 import user_code
-from infer import Decoding
+from answers import words
+from answers.options import SETTINGS, Decoding
 from messages import Refused
 from vocabulary import Vocabulary
 
 
-def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> Decoding:
-    """Return the options of config.decode, `settings`. Without a vocabulary its module's filters are left out."""
-    names = {field.name for field in dataclasses.fields(Decoding)} - {'filters'}
-    given = {name: settings[name] for name in names}
+def decoding_of(
+    settings: ConfigDict, vocabulary: Vocabulary | None = None, vocab_size: int = 0
+) -> Decoding:
+    """Return the options of config.decode, `settings`.
+
+    Without a vocabulary, its texts are not checked, and its module's filters are left out.
+    """
+    given = {name: settings[name] for name in SETTINGS}
     if settings.module:
         file = user_code.module_file('decode.module', settings.module)
         module = user_code.load_module(file, file.read_bytes())
@@ -25,5 +27,7 @@ def decoding_of(settings: ConfigDict, vocabulary: Vocabulary | None = None) -> D
     decoding = Decoding(**given)
     if decoding.is_allowed_per_input:
         raise Refused(f'decode.allowed={decoding.allowed}: name texts, the same for all inputs')
-    infer.check_decoding(decoding)
+    decoding.check()
+    if vocabulary is not None:
+        words.words_of(decoding, vocabulary, vocab_size)  # raises Refused
     return decoding

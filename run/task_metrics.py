@@ -181,8 +181,7 @@ def read_tasks(
     report: Callable[[str], object],
 ) -> list[EvaluatedTask]:
     """Read the examples of a split of tasks, at most infer_eval.num_examples of each; report how many were cut."""
-    decoding = decoding_of(config.decode, vocabulary)
-    infer.words_of(decoding, vocabulary, config.model.vocab_size)  # raises Refused
+    decoding = decoding_of(config.decode, vocabulary, config.model.vocab_size)
     limit = config.infer_eval.num_examples or None
     found = []
     for open_task in opened:

@@ -13,7 +13,7 @@ import paths
 from messages import Refused, first_ten
 from run import buckets
 
-# A longer line of plain text is cut into documents of at most sources.text.CUT_BYTES.
+# A longer line of plain text is a bad one: a text without newlines would be one document.
 MAX_LINE_BYTES = 1 << 20
 # Files in buckets. A lane holds SEQUENTIAL_READ_AHEAD bytes of each gzipped shard that it reads.
 SEQUENTIAL_READ_AHEAD = 2 << 20
@@ -46,10 +46,6 @@ class FileRecord(NamedTuple):
     def content(self) -> tuple[str, int, str]:
         return self.split, self.num_bytes, self.digest
 
-    @property
-    def base_name(self) -> tuple[str, str]:
-        return self.split, os.path.basename(self.path)
-
 
 def is_gzipped(path: str) -> bool:
     return path.lower().endswith('.gz')
@@ -65,27 +61,18 @@ def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> st
     """Describe in one line how a run's files differ from today's, with the remedy. pydoc has no files."""
     if not old:
         return "the run learned from a Python's documentation: name no files"
-    missing = without(old, new)
-    added = without(new, old)
-    if not missing and not added:
+    paths_of = {file.content: file.path for file in [*new, *old]}
+    counts = collections.Counter(file.content for file in old)
+    counts.subtract(file.content for file in new)
+    changes = []
+    for content, count in counts.items():
+        if count > 0:
+            changes.append(f'{paths_of[content]} (missing or changed)')
+        elif count < 0:
+            changes.append(f'{paths_of[content]} (new or changed)')
+    if not changes:
         return 'tasks or rates of data.module changed: restore them'
-    old_names = {file.base_name for file in missing}
-    new_names = {file.base_name for file in added}
-    changes = [f'{file.path} (changed)' for file in added if file.base_name in old_names]
-    changes += [f'{file.path} (missing)' for file in missing if file.base_name not in new_names]
-    changes += [f'{file.path} (new)' for file in added if file.base_name not in old_names]
     return f"the files do not hold what the run's held: {first_ten(changes)}: restore those files"
-
-
-def without(files: Sequence[FileRecord], others: Sequence[FileRecord]) -> list[FileRecord]:
-    """Return those of `files` whose content is not in `others`, counting equal content."""
-    remaining = collections.Counter(file.content for file in others)
-    only = []
-    for file in files:
-        remaining[file.content] -= 1
-        if remaining[file.content] < 0:
-            only.append(file)
-    return only
 
 
 def matching_files(name: str) -> dict[str, paths.FileStatus]:

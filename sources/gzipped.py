@@ -1,8 +1,6 @@
 """Gzipped files, which can be read from their beginning only."""
 
-import functools
 import gzip
-import io
 import itertools
 import zlib
 from collections.abc import Iterator
@@ -11,8 +9,7 @@ import sources.files
 from sources import Part, Record, Share
 from sources.files import EMPTY_FILE, FileRecord
 from sources.heads import open_unzipped
-from sources.tables import LineParser, whole_rows
-from sources.text import cut
+from sources.tables import LineParser, numbered_lines, whole_rows
 
 POOL_LINES = 100_000  # in the pools of all lanes together
 MIN_POOL_LINES = 256  # in the pool of one lane
@@ -81,21 +78,12 @@ class GzippedFiles(Part):
         return (line for found in rounds for line in found if line is not None)
 
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
-        """Yield (name, number, line) of the lines of a shard; of a long line each part."""
+        """Yield (name, number, line) of the lines of a shard."""
         number = 1
-        kind = self.parse.kind_of(name)
-        limit = -1  # no line is cut
-        if kind == 'text':
-            limit = sources.files.MAX_LINE_BYTES + 1
         try:
             with open_unzipped(name, sources.files.SEQUENTIAL_READ_AHEAD) as file:
-                lines = enumerate(iter(functools.partial(file.readline, limit), b''), start=1)
-                for number, line in whole_rows(lines, kind):
-                    if len(line) == limit:
-                        for part in cut_while_reading(file, line):
-                            yield name, number, part
-                    else:
-                        yield name, number, line
+                for number, line in whole_rows(numbered_lines(file), self.parse.kind_of(name)):
+                    yield name, number, line
                     number += 1
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             self.bad_lines.add(name, number, f'broken gzip ({error}); copy the file again')
@@ -107,15 +95,3 @@ class GzippedFiles(Part):
 def shards_per_round(num_lanes: int) -> int:
     """Return how many shards a lane interleaves."""
     return -(-MIN_OPEN_SHARDS // num_lanes)
-
-
-def cut_while_reading(file: io.BufferedIOBase, line: bytes) -> Iterator[bytes]:
-    """Yield the parts of a long line that begins with `line` and continues in `file`."""
-    while not line.endswith(b'\n'):
-        more = file.readline(sources.files.MAX_LINE_BYTES)
-        if not more:
-            break
-        *parts, rest = cut(line)
-        yield from parts
-        line = rest + more
-    yield from cut(line)

@@ -19,7 +19,6 @@ FORMATS = {
     PARQUET: ('Parquet', "let its name end in .parquet, or set data.kind='parquet'"),
     paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
     b'PK\x03\x04': ('a zip archive, as .xlsx is', 'unzip it, or save the spreadsheet as CSV'),
-    b'\xd0\xcf\x11\xe0': ('an old Office document', 'save it as CSV or as text'),
     b'%PDF-': ('PDF', 'convert it to text'),
     rb'BZh[1-9](1AY|\x17rE)': ('compressed by bzip2', 'decompress it, or gzip it'),
     rb'\xfd7zXZ|\]\0\0': ('compressed by xz or lzma', 'decompress it, or gzip it'),
@@ -29,8 +28,6 @@ FORMATS = {
         'an Arrow stream, as save_to_disk of datasets writes',
         "write it as Parquet, as datasets.Dataset.from_file(FILE).to_parquet('x.parquet') does",
     ),
-    b'.{257}ustar': ('a tar archive', 'unpack it, and name its files'),
-    b'SQLite format 3': ('an SQLite database', 'export the table as CSV'),
     b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
     b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
 }
@@ -52,18 +49,12 @@ def open_unzipped(
 def read_head(path: str, num_bytes: int | None = None) -> bytes:
     """Return the first bytes of a file, unzipped; of broken gzip those before the damage."""
     head = b''
-    try:
-        with open_unzipped(path, num_bytes=num_bytes) as file:
-            while len(head) < HEAD_BYTES:
-                part = file.read1(HEAD_BYTES - len(head))
-                if not part:
-                    break
-                head += part
-    except (EOFError, zlib.error):
-        pass
-    except gzip.BadGzipFile:
-        if not head:
-            raise Refused(f'{path} is not gzipped: remove .gz, or copy it again') from None
+    with (
+        contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile),
+        open_unzipped(path, num_bytes=num_bytes) as file,
+    ):
+        while part := file.read1(HEAD_BYTES - len(head)):
+            head += part
     return head
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 from absl import logging
@@ -25,8 +26,8 @@ from sources.files import (
     read_records,
 )
 from sources.gzipped import GzippedFiles
-from sources.heads import HEAD_BYTES, check_head, read_head
-from sources.tables import LineParser, check_delimiter, objects_in
+from sources.heads import check_head, read_head
+from sources.tables import LineParser, check_delimiter
 from sources.text import MAX_SMALL_BYTES, PlainFiles
 
 FILE_SETTINGS = {'train': 'files', 'validation': 'validation_files', 'test': 'test_files'}
@@ -316,35 +317,21 @@ def split_names(patterns: str) -> list[str]:
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
     """Raise Refused for files of another kind or without the fields that the settings name."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        heads = list(threads.map(functools.partial(check_file, parser), files))
-    if not files or any(parser.kind_of(file.path) != 'jsonl' for file in files):
-        return
-    records = {}
-    for file, head in zip(files, heads, strict=True):
-        lines = head.splitlines()
-        if len(head) == HEAD_BYTES:  # cut: bad lines that are skipped may precede good ones
-            lines = lines[:-1] if parser.bad_lines.action == 'stop' else []
-        records[file.path] = objects_in(lines)
-    parser.check_filled(records)
+        list(threads.map(functools.partial(check_file, parser), files))
 
 
-def check_file(parser: LineParser, file: FileRecord) -> bytes:
-    """Return the first bytes of a file. Raises Refused for another kind, or without the fields of the settings."""
+def check_file(parser: LineParser, file: FileRecord) -> None:
+    """Raise Refused for a file of another kind or without the fields of the settings."""
     path = file.path
     kind = parser.kind_of(path)
     head = read_head(path, file.num_bytes)
     check_head(path, kind, head)
     if kind == 'text':
         parser.check_columns(path, [parser.text_field])
-        lines = head.splitlines()
-        if len(head) == HEAD_BYTES:
-            lines = lines[:-1]  # the last one is cut
-        lines = [line for line in lines if line.strip()][:20]
-        if lines and len(list(objects_in(lines))) == len(lines):
+        if re.match(rb'\s*\{\s*"', head):
             logging.warning("%s is text of JSON lines: set data.kind='jsonl' to read a field", path)
     elif kind in ('csv', 'tsv') and head:
         parser.check_columns(path, parser.header(path))
-    return head
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:

@@ -31,7 +31,6 @@ KINDS = {  # of the types that are read, by their names
     'text': re.compile('(large_)?(string|binary)(_view)?|null'),  # null: a column without any value
     'number': re.compile(r'u?int\d+|halffloat|float|double|bool'),
 }
-FIRST_ROWS = 1000  # read to find out whether a list has a value at an index
 
 
 class DamagedFile(Exception):
@@ -182,9 +181,6 @@ class ParquetFiles(Blocks):
                     f'{footer.path} has other columns than {self.columns}: write the same in all files'
                 )
             self.groups += footer.groups
-        # A list may be too short for a field.
-        if any(re.search(r'/\d+(/|$)', field) for field in parser.fields):
-            parser.check_filled({name: self.first_rows(name) for name in names})
         sizes = [(group.num_rows, group.num_bytes) for group in self.groups]
         num_rows, self.num_bytes = np.array(sizes, np.int64).reshape(-1, 2).T
         self.num_records = int(num_rows.sum())
@@ -225,17 +221,6 @@ class ParquetFiles(Blocks):
         if not any(group.num_rows for group in footer.groups):
             self.bad_lines.add(name, 0, EMPTY_FILE)
         return footer
-
-    def first_rows(self, name: str) -> list[dict]:
-        """Return the first rows of a file; none if bad ones may be skipped for later ones."""
-        with contextlib.suppress(DamagedFile), paths.open_file(name) as stream:
-            with damage_named('damaged'):
-                file = pyarrow.parquet.ParquetFile(stream)
-                batches = file.iter_batches(FIRST_ROWS, columns=self.columns, use_threads=False)
-                num_rows = file.metadata.num_rows
-                if num_rows and (self.bad_lines.action == 'stop' or num_rows <= FIRST_ROWS):
-                    return next(batches).to_pylist()
-        return []
 
     def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
         order = super().compute_order(num_items, seed, epoch)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from messages import Refused, first_ten, named
 from sources import BadLines, Record, names_of_values, value_at
-from sources.files import is_gzipped, kind_of
+from sources.files import MAX_LINE_BYTES, is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
 
@@ -107,6 +107,10 @@ class LineParser:
     def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
         """Return the fields of a line; None for a blank line and for the header of a table."""
         kind = self.kind_of(path)
+        if kind == 'text' and len(content) > MAX_LINE_BYTES:
+            raise Refused(
+                f'it has more than {MAX_LINE_BYTES:,} bytes: cut the lines with `fold -s -w 2000 FILE`'
+            )
         is_first = position < 2 and position == int(is_gzipped(path))
         line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
@@ -139,36 +143,6 @@ class LineParser:
                 else:
                     fields[field] = json_string(content, field, self.remedy).strip()
         return fields if any(fields.values()) else None
-
-    def check_filled(self, files: Mapping[str, Iterable[dict]]) -> None:
-        """Raise Refused for a field that no record fills: then the settings are wrong, not a line.
-
-        `files`: {name: first records}. A file without records may fill each field.
-        """
-        missing = set(self.fields)
-        first_names: list[str] = []
-        for records in files.values():
-            missing_here = set(self.fields)
-            names: dict[str, None] = {}
-            for record in records:
-                names |= dict.fromkeys(names_of_values(record))
-                for field in list(missing_here):
-                    value = value_at(record, field)
-                    is_list = field == self.references and isinstance(value, list)
-                    is_written = self.templates and is_number(value)
-                    if is_list or is_written or isinstance(value, str):
-                        missing_here.remove(field)
-                if not missing_here:
-                    break
-            missing &= missing_here if names else set()
-            first_names = first_names or list(names)
-        for field in self.fields:
-            if field in missing and files:
-                values = first_ten([repr(name) for name in first_names])
-                raise Refused(
-                    f'no record of {next(iter(files))} has a text {field!r}, the first values are {values}: '
-                    f'{self.remedy} (null and NaN are missing values)'
-                )
 
     def check_columns(self, path: str, columns: Collection[str]) -> None:
         """Raise Refused for a file without a column that the settings name."""
@@ -232,15 +206,6 @@ def text_of_number(value: Any) -> str:
     if isinstance(value, Number):
         return str(value)
     return json.dumps(value)  # true, not True
-
-
-def objects_in(lines: Iterable[bytes]) -> Iterator[dict]:
-    """Yield the JSON objects among some lines."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            content = JSON.decode(line.decode('utf-8-sig').strip())
-            if isinstance(content, dict):
-                yield content
 
 
 def as_json(value: Any, name: str = '') -> Any:

@@ -63,10 +63,9 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     folder = root / path / version
     files = [folder / 'dataset_info.json', folder / 'features.json']
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
-        names = first_ten(prepared(root)) or 'none'
         raise Refused(
-            f'{root} does not hold this data set, its data sets are {names}: name one, or '
-            f"prepare it there with 'tfds build {path}'"
+            f'{root} does not hold this data set, of {path!r} it has the versions {first_ten(versions) or "none"}: '
+            f"name one, or prepare it there with 'tfds build {path}'"
         )
     return folder
 
@@ -76,18 +75,6 @@ def versions_of(folder: paths.AnyPath) -> list[str]:
     names = [child.name for child in paths.list_folder(folder)]
     versions = [name for name in names if VERSION.fullmatch(name)]
     return sorted(versions, key=lambda version: [int(part) for part in version.split('.')])
-
-
-def prepared(root: paths.AnyPath) -> list[str]:
-    """Return the names of the data sets in a folder, with their versions; a bucket is not searched."""
-    if not isinstance(root, Path):
-        return ['not listed']
-    names = []
-    for file in [*root.glob('*/*/dataset_info.json'), *root.glob('*/*/*/dataset_info.json')]:
-        folder = file.parent
-        if VERSION.fullmatch(folder.name):
-            names.append(f'{folder.parent.relative_to(root)}:{folder.name}')
-    return sorted(names)
 
 
 class DataSet:
@@ -259,20 +246,11 @@ class TFRecords(ByteRanges, TfdsRecords):
             last = run.status.num_bytes
             if run.num_records != run.num_in_shard:
                 bounds = [*record_offsets(run.path).tolist(), last]
-                check_num_records(run.path, len(bounds) - 1, run.num_in_shard)
                 first = bounds[run.first]
                 last = bounds[run.first + run.num_records]
             ranges.append(ByteRange(run.path, run.status.num_bytes, first, last))
         num_bytes = sum(part.last - part.first for part in ranges)
         self.divide_ranges(ranges, block_size(num_bytes, self.num_records))
-
-
-def check_num_records(path: str, found: int, expected: int) -> None:
-    """Raise Refused if a shard has another number of records than dataset_info.json says."""
-    if found != expected:
-        raise Refused(
-            f'{path} has {found:,} records, dataset_info.json says {expected:,}: copy both'
-        )
 
 
 class ArrayRecords(TfdsRecords):
@@ -309,7 +287,7 @@ class ArrayRecords(TfdsRecords):
     def read_record(self, run: Run, i: int) -> bytes:
         """Return record number `i` of a file. Raises RuntimeError for a damaged one."""
         with self.lock:
-            reader = self.reader(run.path, run.num_in_shard)
+            reader = self.reader(run.path)
             try:
                 if reader.record_index() != i:
                     reader.seek(i)
@@ -319,16 +297,13 @@ class ArrayRecords(TfdsRecords):
                 raise
 
 
-def open_array_record(path: str, num_records: int) -> 'ArrayRecordReader':
-    """Return the reader of an ArrayRecord file with `num_records`."""
+def open_array_record(path: str) -> 'ArrayRecordReader':
     module = importlib.import_module('array_record.python.array_record_module')
     with any_error_named(f'{path} cannot be opened: copy the file again'):
         reader = module.ArrayRecordReader(
             path, READER_OPTIONS, file_reader_buffer_size=deal.MAX_BLOCK_BYTES
         )
-        found = reader.num_records()
         reader.seek(0)
-    check_num_records(path, found, num_records)
     return reader
 
 

@@ -4,7 +4,6 @@ Numbers are little-endian.
 """
 
 import abc
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -16,11 +15,11 @@ import paths
 from messages import Refused
 from sources import BadLines, Record
 from sources.deal import Blocks
+from sources.files import SEQUENTIAL_READ_AHEAD
 
 MASK_DELTA = 0xA282EAD8
 HEADER_BYTES = 12  # a record's length, and the checksum of that
 FOOTER_BYTES = 4  # the checksum of the content
-LARGE_BYTES = 1 << 24  # a longer record is compared with the size of the file
 HIGH_BYTES = bytes(4)  # the upper half of every length: records are smaller than 4 GiB
 
 
@@ -35,20 +34,13 @@ class StoredRecord(NamedTuple):
 def record_offsets(path: str | Path) -> np.ndarray:
     """Return int64 [records]: where each record of a file begins. Reads their lengths alone."""
     size = paths.status_of(path).num_bytes
-    if size == 0:
-        return np.zeros(0, np.int64)
     offsets = []
     offset = 0
-    with paths.open_file(str(path)) as file:
-        content: bytes | mmap.mmap
-        if paths.is_in_bucket(str(path)):
-            content = file.read()
-        else:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with paths.open_file(str(path), SEQUENTIAL_READ_AHEAD, size) as file:
         while offset < size:
             offsets.append(offset)
-            length = length_in(content[offset : offset + HEADER_BYTES], path, offset)
-            offset += HEADER_BYTES + length + FOOTER_BYTES
+            file.seek(offset)
+            offset += HEADER_BYTES + length_in(file.read(HEADER_BYTES), path, offset) + FOOTER_BYTES
     if offset > size:
         raise damaged(path, offsets[-1])
     return np.array(offsets, np.int64)
@@ -61,9 +53,7 @@ def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
     if not header:
         return None
     length = length_in(header, path, offset)
-    # A wrong length could allocate gigabytes. Asking for the size takes too long for each small record.
-    is_too_long = length > LARGE_BYTES and length > paths.status_of(path).num_bytes
-    content_and_footer = b'' if is_too_long else file.read(length + FOOTER_BYTES)
+    content_and_footer = file.read(length + FOOTER_BYTES)
     content = content_and_footer[:length]
     if checksum(content) != content_and_footer[length:]:
         raise damaged(path, offset)

@@ -128,9 +128,9 @@ def test_the_first_update(name):
     path = 'token_embedder/embedding'
     params = {path: jnp.asarray(rng.standard_normal((512, 128)), jnp.float32)}
     state = tx.init(params)
-    for _ in range(5):
+    for step in range(5):
         grads = {path: jnp.asarray(rng.standard_normal((512, 128)), jnp.float32)}
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, step=step)
         params = {path: params[path] + updates[path]}
     index = state_names.to_t5x(jnp.int32(5), params, state)
     shapes = jax.eval_shape(tx.init, {path: jax.ShapeDtypeStruct((640, 128), jnp.float32)})
@@ -143,8 +143,8 @@ def test_the_first_update(name):
     assert {p: np.shape(x) for p, x in tree.items()} == expected
     _, new_params, new_state = state_names.from_t5x(tree, shapes)
     grads = rng.standard_normal((640, 128)).astype(np.float32)
-    before, _ = tx.update({path: jnp.asarray(grads[:512])}, state, params)
-    after, _ = tx.update({path: jnp.asarray(grads)}, new_state, new_params)
+    before, _ = tx.update({path: jnp.asarray(grads[:512])}, state, params, step=5)
+    after, _ = tx.update({path: jnp.asarray(grads)}, new_state, new_params, step=5)
 
     def rms(x):
         return float(jnp.sqrt((x**2).mean()))
@@ -253,7 +253,9 @@ def test_a_run_keeps_its_tokens(tmp_path, corpus):
         t5 = infer.load(folder)
         assert t5.vocabulary.added_tokens == expected.added_tokens
         assert t5.vocabulary.encode(['te<sep>es']) == expected.encode(['te<sep>es'])
-        assert t5.generate(['te<sep>es'], 4) == infer.load(folders[0]).generate(['te<sep>es'], 4)
+        assert t5.generate(['te<sep>es'], max_length=4) == infer.load(folders[0]).generate(
+            ['te<sep>es'], max_length=4
+        )
     config.restore.path = str(tmp_path / 'hf/out')  # a run that starts there needs not name them
     config.data.added_tokens = ()
     config.train.steps = 1

@@ -235,4 +235,4 @@ def test_parts_of_all_kinds_in_one_file(corpus, tmp_path):
     batch = random_batch(0)
     alone = infer.load(tmp_path / 'eight')
     assert_close(t5.logits(batch), alone.logits(batch), 1e-5)
-    assert len(t5.generate([[5, 6, 7, 1]], 8, beam_size=3)) == 1
+    assert len(t5.generate([[5, 6, 7, 1]], max_length=8, beam_size=3)) == 1

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -212,15 +211,6 @@ def test_parameters_in_another_dtype(tmp_path):
         assert (directory / 'target.embedding/0.0').stat().st_size in (24 * 16 * 2, 12 * 8 * 2)
     restored = checkpoint.restore(directory, shardings(mesh(2, 4)), 'float32')
     assert_same(restored, tree | {path: x.astype(np.float32) for path, x in narrow.items()})
-
-
-def test_lost_chunk_is_not_zeros(tmp_path):
-    """Zeros are written too, else they could not be told apart."""
-    tree = {'target/embedding': np.zeros((24, 16), np.float32)}
-    directory = checkpoint.save(tmp_path, 1, sharded(tree, mesh(4, 2)))
-    (directory / 'target.embedding/1.3').unlink()
-    with pytest.raises(Refused, match='target.embedding/1.3'):
-        checkpoint.restore(directory)
 
 
 # Meshes
@@ -495,30 +485,6 @@ def test_of_a_checkpoint_that_was_moved_only_the_link_is_deleted(tmp_path):
     assert os.listdir(tmp_path / 'run') == [] and verify.verify(moved)
 
 
-def test_names_with_leading_zeros_are_no_steps(tmp_path):
-    directory = checkpoint.save(tmp_path, 7, {'state/step': np.int32(7)})
-    for name in ('checkpoint_007', 'checkpoint_٨'):
-        shutil.copytree(directory, tmp_path / name)
-    assert checkpoint.steps(tmp_path) == [7]
-    shutil.rmtree(directory)
-    assert checkpoint.steps(tmp_path) == [] and verify.newest_valid(tmp_path) is None
-    assert checkpoint.restore(tmp_path / 'checkpoint_007')['state/step'] == 7
-
-
-def test_any_name_of_a_workdir(tmp_path, monkeypatch):
-    """Relative, through a link, with odd characters."""
-    (tmp_path / 'here').mkdir()
-    (tmp_path / "a b, größe 文 #?%&'[]*").mkdir()
-    (tmp_path / 'here/link').symlink_to("../a b, größe 文 #?%&'[]*")
-    monkeypatch.chdir(tmp_path / 'here')
-    tree = {'target/a': np.ones((2, 3), np.float32), 'state/step': np.int32(3)}
-    for name in ("../a b, größe 文 #?%&'[]*", 'link/../new'):
-        directory = checkpoint.save(name, 3, tree)
-        assert directory.is_relative_to(tmp_path) and '..' not in directory.parts
-        assert verify.newest_valid(name, pytest.fail) == 3
-        assert_same(checkpoint.restore(os.path.join(name, 'checkpoint_3')), tree)
-
-
 # Behind the training steps
 
 
@@ -657,7 +623,7 @@ def test_files_of_an_array_that_are_refused(tmp_path):
         lambda array: (array / '.zarray').write_text('{'),
     ]
     for i, fault in enumerate(faults):
-        directory = checkpoint.save(tmp_path / str(i), 1, {'target/a': np.ones(3, np.float32)})
+        directory = checkpoint.save(tmp_path / str(i), 1, {'target/a': np.zeros(3, np.float32)})
         fault(directory / 'target.a')
         with pytest.raises(Refused, match='target.a'):
             checkpoint.restore(directory)

@@ -97,19 +97,19 @@ def programs(file):
     from ml_collections import FrozenConfigDict
     from small_models import random_batch, random_params, run_config, sharded
 
-    import decode
-    import model
     import prepare
     import train
     import validation
+    from answers import programs
+    from answers.options import Decoding
 
     models = [('', {})]
     models += [('switch', {'split_experts': axis, 'sparse_step': 1}) for axis in ('model', 'fsdp')]
     if file.startswith('families/'):
         models.reverse()
     decodings = [
-        decode.Decoding(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, return_scores=True),
-        decode.Decoding(beam_size=2),
+        Decoding(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, return_scores=True),
+        Decoding(beam_size=2),
     ]
     for module, options in models:
         config = run_config(2, 2, 2, emb_dim=16, mlp_dim=32, module=module)
@@ -123,28 +123,18 @@ def programs(file):
         )
         yield functools.partial(sums.lower, params, batch)
 
-        def answers(config, decoding, params, inputs_bM, prompt_bT):
-            sizes = (0, decoding.num_decodes, decoding.beam_size > 1)
-            start = functools.partial(model.start_decoding, config, inputs_bM, *sizes)
-
-            def step(tokens_r, cache):
-                return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
-
-            rows_b = prompt_bT[:, 0]
-            batch = {'prompt_bT': prompt_bT, 'lengths_b': rows_b + 8, 'example_b': rows_b}
-            batch |= {'seed_b': rows_b, 'temperature_b': rows_b + 1.0}
-            cache = model.apply(start, params)
-            return decode.decode(decoding, step, cache, batch)
-
+        rows = batch['encoder_input_tokens'][:, 0]
+        prompt_bT = np.zeros((8, 8), np.int32)
+        asked = {'inputs_bM': batch['encoder_input_tokens'], 'prompt_bT': prompt_bT}
+        asked |= {'lengths_b': 0 * rows + 8, 'example_b': rows, 'seed_b': rows}
+        asked['temperature_b'] = np.ones(8, np.float32)
         for decoding in decodings:
             f = sharded(
-                functools.partial(answers, spec.model_config, decoding),
+                functools.partial(programs.answers, spec.model_config, decoding),
                 spec.model_config,
                 spec.mesh,
             )
-            yield functools.partial(
-                f.lower, params, batch['encoder_input_tokens'], np.zeros((8, 8), np.int32)
-            )
+            yield functools.partial(f.lower, params, asked)
 
 
 def how_tracing_ends(name):

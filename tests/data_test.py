@@ -188,17 +188,6 @@ def test_moved_and_renamed_files_are_the_same_corpus(tmp_path):
     chex.assert_trees_all_equal(*batches)
 
 
-def test_a_file_of_one_long_line_trains(tmp_path, vocabulary):
-    """As text8: both splits have documents, and every lane."""
-    path = tmp_path / 'a.txt'
-    path.write_text(' '.join(f'the word of number {i}' for i in range(100_000)))
-    config = make_config(files=str(path))
-    source = sources.open.open_source(config)
-    stream_of(source, 'validation', vocabulary, config, 4, 0)
-    batch = next(stream_of(source, 'train', vocabulary, config, 8, 0))
-    assert batch['decoder_loss_weights'].any(axis=1).all()
-
-
 @pytest.fixture
 def small_pools(monkeypatch):
     monkeypatch.setattr(sources.gzipped, 'POOL_LINES', 60)

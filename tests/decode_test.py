@@ -3,23 +3,19 @@
 golden/t5x_* and golden/seqio_t5/decoding.*: made by running google-research/t5x at cc342d4.
 """
 
-import dataclasses
 import functools
 import json
-import math
 import pathlib
-import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from forms import first_in_ci, first_quick, marked, slow
+from forms import slow
 from jax.sharding import PartitionSpec as P
 from small_models import (
     assert_close,
-    device_beams,
     make_mesh,
     random_batch,
     random_params,
@@ -160,33 +156,21 @@ def check_case(case, mesh):
 
 # Each compiles: one of each kind and what is rare are quick.
 QUICK_CASES = ('c12', 'c20', 'c21', 'c30', 'c32')
+CASES = []
+for case in DECODING['cases']:
+    is_quick = case['case'] in QUICK_CASES
+    CASES.append(pytest.param(case, 1, marks=() if is_quick else pytest.mark.slow))
+    marks = [pytest.mark.slow] if is_quick else [pytest.mark.slow, pytest.mark.long]
+    CASES.append(pytest.param(case, 2, marks=marks))
 
 
-@pytest.mark.parametrize(
-    'case',
-    [
-        pytest.param(case, marks=() if case['case'] in QUICK_CASES else pytest.mark.slow)
-        for case in DECODING['cases']
-    ],
-    ids=lambda case: case['case'],
-)
-def test_tokens_and_scores_of_any_step_are_T5Xs(case):
-    """Beam search and temperature_sample of T5X over a recurrent network, with prompts and limits."""
-    check_case(case, make_mesh(1, 1))
+@pytest.mark.parametrize('case, model_size', CASES)
+def test_tokens_and_scores_of_any_step_are_T5Xs(case, model_size):
+    """Beam search and temperature_sample of T5X over a recurrent network, with prompts and limits.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'case',
-    [
-        pytest.param(case, marks=() if case['case'] in QUICK_CASES else pytest.mark.long)
-        for case in DECODING['cases']
-    ],
-    ids=lambda case: case['case'],
-)
-def test_tokens_and_scores_over_a_split_vocabulary_are_T5Xs(case):
-    """The rows of the cases, three or four, stay on one device."""
-    check_case(case, make_mesh(1, 2))
+    The rows of the cases, three or four, stay on one device; the vocabulary may be split.
+    """
+    check_case(case, make_mesh(1, model_size))
 
 
 @pytest.mark.slow
@@ -430,39 +414,19 @@ def teacher_forced(config):
     )
 
 
-@pytest.mark.parametrize('shape', [(1, 1), *slow([((4, 2),), ((2, 4),)])])
-def test_cached_equals_uncached(shape):
-    check_cache('t5_1_1', shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('shape', [(2, 4), *marked([((1, 1),), ((4, 2),)], pytest.mark.long)])
-@pytest.mark.parametrize('name', ['t5', 'umt5'])
-def test_cached_equals_uncached_in_other_models(name, shape):
-    check_cache(name, shape)
-
-
-def check_cache(name, shape):
+@pytest.mark.parametrize(
+    'name, shape',
+    [
+        ('t5_1_1', (1, 1)),
+        *slow([('t5_1_1', (4, 2)), ('t5_1_1', (2, 4)), ('t5', (2, 4)), ('umt5', (2, 4))]),
+    ],
+)
+def test_cached_equals_uncached(name, shape):
     config, params = variant(name)
     batch = long_batch()
     expected = teacher_forced(config)(params, batch)
     tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
     assert_close(stepwise_logits(config, make_mesh(*shape))(params, *tokens), expected, 1e-5)
-
-
-@pytest.mark.slow
-def test_the_cache_adds_no_error_to_bfloat16():
-    config, params = variant('t5_1_1')
-    batch = long_batch()
-    exact = teacher_forced(config)(params, batch)
-    config = dataclasses.replace(config, dtype='bfloat16')
-    tokens = (batch['encoder_input_tokens'], batch['decoder_input_tokens'])
-    found = (
-        teacher_forced(config)(params, batch),
-        stepwise_logits(config, make_mesh(1, 1))(params, *tokens),
-    )
-    uncached, cached = (float(jnp.sqrt(jnp.mean((x - exact) ** 2))) for x in found)
-    assert 0 < cached < 1.2 * uncached
 
 
 @pytest.mark.slow
@@ -476,141 +440,3 @@ def test_same_tokens_on_every_mesh(name):
     assert len(np.unique(found[0])) > 10  # not one token again and again
     for tokens in found[1:]:
         np.testing.assert_array_equal(tokens, found[0])
-
-
-# The copies in a step of decoding.
-
-
-class TransposingAttention(model.Attention):
-    """An attention that reads keys and values in the layout of training, positions before heads."""
-
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
-        logits_bhTM = jnp.einsum('bThK,bMhK->bhTM', q_bThK, k_bhKM.transpose(0, 3, 1, 2))
-        probs_bhTM = model.attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, 'float32')
-        return jnp.einsum('bhTM,bMhK->bThK', probs_bhTM, v_bhKM.transpose(0, 3, 1, 2))
-
-
-def large_results(text, min_size):
-    """What the loops of a compiled program make of `min_size` numbers or more.
-
-    Returns two lists of instructions: those that write into an array that is there, as a cache does,
-    and the others.
-    """
-    instruction = re.compile(r'\s+(?:ROOT )?%?\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(')
-    computations = {}
-    for block in re.findall(r'^[^ \n].*\{\n(?:  .*\n)+', text, re.MULTILINE):
-        name = block.removeprefix('ENTRY ').removeprefix('%').split()[0]
-        computations[name] = block
-    writes = []
-    copies = []
-    for body in re.findall(r' while\(.* body=%?([\w.-]+)', text):
-        for line in computations[body].splitlines():
-            match = instruction.match(line)
-            if not match or match[2] in ('parameter', 'get-tuple-element', 'bitcast'):
-                continue
-            if math.prod(map(int, match[1].split(','))) < min_size:
-                continue
-            called = re.search(r'(?:calls|to_apply)=%?([\w.-]+)', line)
-            code = computations[called[1]] if called else line
-            kind = writes if ' dynamic-update-slice(' in code else copies
-            kind.append(line.strip())
-    return writes, copies
-
-
-@pytest.mark.parametrize('attention', [model.Attention, TransposingAttention])
-@pytest.mark.parametrize('num_beams', first_quick([3, 1]))
-def test_a_step_copies_no_cache(attention, num_beams):
-    """Neither the keys and values of the targets nor those of the inputs; another layout does."""
-    config = t5_config(
-        vocab_size=48,
-        emb_dim=16,
-        num_heads=4,
-        head_dim=16,
-        mlp_dim=16,
-        num_encoder_layers=1,
-        num_decoder_layers=1,
-        own=dataclasses.replace(model.T5_MODULES, attention=attention),
-    )
-
-    def beams(params, inputs_bM, prompt_bT):
-        return device_beams(config, params, inputs_bM, prompt_bT, num_beams)
-
-    mesh = make_mesh(1, 1)
-    decoding = generator(config, mesh) if num_beams == 1 else sharded(beams, config, mesh)
-    inputs = np.full((4, 48), 5, np.int32)
-    prompt = np.zeros((4, 64), np.int32)
-    text = decoding.lower(random_params(config), inputs, prompt).compile().as_text()
-    # The keys of the inputs are the smallest array of a cache.
-    writes, copies = large_results(text, min_size=4 * 4 * 16 * 48)
-    assert len(writes) == 2, writes  # the keys and the values of the targets
-    assert len(copies) == (2 if attention is TransposingAttention else 0), copies
-
-
-# Models of random shape.
-
-
-def random_model(seed):
-    """A model of random shape; its parameters; inputs and how long they are."""
-    rng = np.random.default_rng(seed)
-    config = t5_config(
-        vocab_size=2 * int(rng.integers(4, 40)),
-        emb_dim=int(rng.integers(3, 20)),
-        num_heads=2 * int(rng.integers(1, 3)),
-        head_dim=int(rng.integers(1, 9)),
-        mlp_dim=2 * int(rng.integers(1, 9)),
-        num_encoder_layers=int(rng.integers(1, 4)),
-        num_decoder_layers=int(rng.integers(1, 4)),
-        mlp_activations=[('relu',), ('gelu', 'linear')][rng.integers(2)],
-        logits_via_embedding=bool(rng.integers(2)),
-        relpos_bias_per_layer=bool(rng.integers(2)),
-    )
-    params = {}
-    for path, x in random_params(config).items():
-        params[path] = 2 * x if path.endswith('kernel') else x
-    inputs = rng.integers(2, config.vocab_size, (4, 9)).astype(np.int32)
-    inputs[np.arange(9) >= rng.integers(1, 10, (4, 1))] = 0
-    return config, params, inputs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('seed', first_in_ci(range(4)))
-def test_beams_of_random_models(seed):
-    """Cached equals uncached, sharded equals unsharded, padded equals unpadded, alone equals together."""
-    config, params, inputs = random_model(seed)
-    num_beams = 1 + seed % 4
-    prompt = np.zeros((4, 10), np.int32)
-
-    def beams(mesh, inputs, prompt, is_cached=True):
-        def f(params, inputs_bM, prompt_bT):
-            return device_beams(config, params, inputs_bM, prompt_bT, num_beams, is_cached)
-
-        tokens, scores = sharded(f, config, mesh)(params, inputs, prompt)
-        is_real = np.asarray(scores) > -1e6
-        return np.where(is_real[..., None], tokens, 0), np.where(is_real, scores, 0.0)
-
-    def assert_same(found, expected):
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
-
-    expected = beams(make_mesh(1, 1), inputs, prompt)
-    assert_same(beams(make_mesh(1, 1), inputs, prompt, is_cached=False), expected)
-    assert_same(beams(make_mesh(2, 2), inputs, prompt), expected)
-    assert_same(beams(make_mesh(1, 1), np.pad(inputs, ((0, 0), (0, 7))), prompt), expected)
-    alone = beams(make_mesh(1, 1), inputs[2:3], prompt[2:3])
-    assert_same(alone, (expected[0][2:3], expected[1][2:3]))
-
-
-@pytest.mark.slow
-def test_rows_end_at_eos_each_for_itself():
-    """EOS is kept, 0 follows it, and what other rows do or how much room there is changes nothing."""
-    config, params = variant('t5_1_1')
-    inputs, prompt = random_batch(3)['encoder_input_tokens'], np.zeros([8, 20], np.int32)
-    endless = np.asarray(generator(config, make_mesh(1, 1), -1)(params, inputs, prompt))
-    eos_id = int(endless[0, 6])  # say the seventh token of row 0 were EOS
-    expected = endless.copy()
-    for row in expected:
-        if eos_id in row:
-            row[list(row).index(eos_id) + 1 :] = 0
-    generate = generator(config, make_mesh(4, 2), eos_id)
-    np.testing.assert_array_equal(generate(params, inputs, prompt), expected)
-    np.testing.assert_array_equal(generate(params, inputs, prompt[:, :9]), expected[:, :9])

@@ -16,6 +16,8 @@ from small_models import assert_refused, make_mesh
 import decode
 import infer
 import partition
+from answers import filters, words
+from answers.options import Decoding
 from configs import base
 from messages import Refused
 from run.decoding import decoding_of
@@ -117,40 +119,25 @@ def our_answers(t5, settings, inputs=None):
     given = {name: ids.get(value, value) for name, value in settings.items()}
     if given.pop('without_eos', False):
         given['filters'] = [never_eos]
-    answers = t5.generate(inputs or golden()['inputs'], MAX_LENGTH, alpha=0.0, **given)
+    answers = t5.generate(inputs or golden()['inputs'], max_length=MAX_LENGTH, alpha=0.0, **given)
     if settings.get('num_return', 1) > 1:
         answers = [answer for of_input in answers for answer in of_input]
     return answers
 
 
-OFTEN = (8, 9, 11)  # settings that run without being asked for
+OFTEN = (8, 9, 11)  # cases that run often, over a split vocabulary too
+ANSWERS = []
+for i in range(1 + len(SETTINGS)):
+    ANSWERS.append(pytest.param(i, (1, 1), marks=() if i == OFTEN[-1] else pytest.mark.slow))
+for i in OFTEN:
+    ANSWERS.append(pytest.param(i, (2, 4), marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(
-    'case',
-    [
-        pytest.param(i, marks=() if i == OFTEN[-1] else pytest.mark.slow)
-        for i in range(1 + len(SETTINGS))
-    ],
-)
-def test_answers_are_those_of_transformers(case):
+@pytest.mark.parametrize('case, mesh_shape', ANSWERS)
+def test_answers_are_those_of_transformers(case, mesh_shape):
     case = golden()['cases'][case]
     assert case['settings'] in [{}, *SETTINGS]
-    assert our_answers(model_on(1, 1), case['settings']) == case['answers']
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'settings',
-    [
-        pytest.param(x, marks=() if 1 + i in OFTEN else pytest.mark.long)
-        for i, x in enumerate(SETTINGS)
-    ],
-    ids=str,
-)
-def test_answers_over_a_split_vocabulary(settings):
-    [expected] = [x['answers'] for x in golden()['cases'] if x['settings'] == settings]
-    assert our_answers(model_on(2, 4), settings) == expected
+    assert our_answers(model_on(*mesh_shape), case['settings']) == case['answers']
 
 
 @pytest.mark.peers
@@ -225,18 +212,6 @@ def random_rows(seed, num_rows=8, length=9):
     return rng.normal(size=(num_rows, V)), rng.integers(2, 6, (num_rows, length)).tolist()
 
 
-@pytest.mark.parametrize('size', [1, 2, 10, 12, 100])
-def test_no_ngram_is_repeated(size):
-    logits, tokens = random_rows(size)
-    found = apply(functools.partial(decode.forbid_repeated_ngrams, size), logits, tokens)
-    for row, of_row in enumerate(tokens):
-        read = [0, *of_row]
-        seen = {tuple(read[i : i + size]) for i in range(len(read) - size + 1)}
-        for token in range(V):
-            is_repeated = tuple([*read, token][-size:]) in seen and size <= len(read)
-            assert np.isneginf(found[row, token]) == is_repeated
-
-
 @pytest.mark.peers
 def test_the_processors_of_transformers(transformers):
     """On the same logits: what they forbid, and the bits of what they leave."""
@@ -244,22 +219,22 @@ def test_the_processors_of_transformers(transformers):
     from transformers.generation import logits_process as theirs
 
     logits, tokens = random_rows(0)
-    words = [[7], [2, 3], [3, 3, 4], [tokens[0][-1], 9], [*tokens[1][-2:], 5]]
-    words_1nW = np.array([[[-1] * (3 - len(word)) + word for word in words]], np.int32)
+    bad_words = [[7], [2, 3], [3, 3, 4], [tokens[0][-1], 9], [*tokens[1][-2:], 5]]
+    words_1nW = np.array([[[-1] * (3 - len(word)) + word for word in bad_words]], np.int32)
     partial = functools.partial
     pairs = [
-        (partial(decode.penalize_repetition, p), theirs.RepetitionPenaltyLogitsProcessor(p))
+        (partial(filters.penalize_repetition, p), theirs.RepetitionPenaltyLogitsProcessor(p))
         for p in (0.5, 1.3, 7.0)
     ]
     pairs += [
-        (partial(decode.forbid_repeated_ngrams, n), theirs.NoRepeatNGramLogitsProcessor(n))
+        (partial(filters.forbid_repeated_ngrams, n), theirs.NoRepeatNGramLogitsProcessor(n))
         for n in (1, 2, 3, 4, 20)
     ]
-    bad_words = theirs.NoBadWordsLogitsProcessor(words, eos_token_id=EOS_ID)
-    pairs.append((partial(decode.forbid_words, words_1nW), bad_words))
+    processor = theirs.NoBadWordsLogitsProcessor(bad_words, eos_token_id=EOS_ID)
+    pairs.append((partial(filters.forbid_words, words_1nW), processor))
     for n in (5, 9, 10, 20):
         minimum = theirs.MinNewTokensLengthLogitsProcessor(1, n, EOS_ID, device='cpu')
-        pairs.append((partial(decode.forbid_early_end, EOS_ID, jnp.full(1, 1 + n)), minimum))
+        pairs.append((partial(filters.forbid_early_end, EOS_ID, jnp.full(1, 1 + n)), minimum))
     their_logits = torch.tensor(logits, dtype=torch.float32)
     read = torch.tensor([[0, *of_row] for of_row in tokens])
     for ours, processor in pairs:
@@ -294,9 +269,9 @@ BYTES = ByteVocabulary()
 def test_tokens_that_end_an_answer_have_its_stop_text(text):
     """So the device never ends too early; what it misses is cut from the whole answer."""
     vocabulary = SentencePieceVocabulary((HERE / 'hunt/good.model').read_bytes())
-    decoding = decode.Decoding(stop=(text,))
-    found = infer.words_of(decoding, vocabulary, vocabulary.size)['stop_bnW'][0]
-    for ids in found[(found != infer.NO_WORD).any(axis=1)]:
+    decoding = Decoding(stop=(text,))
+    found = words.words_of(decoding, vocabulary, vocabulary.size)['stop_bnW'][0]
+    for ids in found[(found != words.NO_WORD).any(axis=1)]:
         ids = ids[ids >= 0].tolist()
         assert text in vocabulary.decode(ids)
         assert len(ids) == 1 or ids == vocabulary.encode([text])[0]
@@ -317,34 +292,16 @@ def of_bytes():
 def test_a_stop_text_ends_an_answer_and_is_not_part_of_it():
     t5 = of_bytes()
     texts = ['one', 'two words', 'three']
-    answers = t5.generate(texts, 20)
+    answers = t5.generate(texts, max_length=20)
     stop = answers[0][2:4]
-    found = t5.generate(texts, 20, stop=[stop], return_scores=True)
+    found = t5.generate(texts, max_length=20, stop=[stop], return_scores=True)
     expected = [answer.split(stop)[0] for answer in answers]
     assert found.texts == expected
     assert [BYTES.decode(ids) for ids in found.tokens] == expected
     first, second = answers[0][1:3], answers[0][4]
-    assert t5.generate(texts, 20, stop=(second, first))[0] == answers[0][:1]
-    answers = t5.generate(texts, 20, prompts=['so: '] * 3)
-    assert t5.generate(texts, 20, prompts=['so: '] * 3, stop=': ') == answers
-
-
-@pytest.mark.slow
-def test_a_stop_text_ends_the_loop(monkeypatch):
-    """The device takes one more token, EOS."""
-    t5 = of_bytes()
-    [answer] = t5.generate(['one'], 20)
-    seen = []
-    before_stop = infer._before_stop
-
-    def note(vocabulary, tokens, *arguments):
-        seen.append(tokens)
-        return before_stop(vocabulary, tokens, *arguments)
-
-    monkeypatch.setattr(infer, '_before_stop', note)
-    t5.generate(['one'], 20, stop=[answer[2]])
-    end = answer.index(answer[2])
-    assert [BYTES.decode(seen[0]), seen[0][-1]] == [answer[: end + 1], EOS_ID]
+    assert t5.generate(texts, max_length=20, stop=(second, first))[0] == answers[0][:1]
+    answers = t5.generate(texts, max_length=20, prompts=['so: '] * 3)
+    assert t5.generate(texts, max_length=20, prompts=['so: '] * 3, stop=': ') == answers
 
 
 @pytest.mark.slow
@@ -357,25 +314,29 @@ def test_own_filters_and_texts():
         return jnp.where(is_letter_v[None], logits_rv, -jnp.inf)
 
     for beam_size in (1, 2):
-        answers = t5.generate(['one', 'two'], 9, filters=[only_letters], beam_size=beam_size)
+        answers = t5.generate(
+            ['one', 'two'], max_length=9, filters=[only_letters], beam_size=beam_size
+        )
         assert ''.join(answers).isalpha()
-    assert t5.generate(['one', 'two'], 9, allowed=['yes', 'no'])[0] in ('yes', 'no')
-    drawn = t5.generate(['one'], 9, allowed=['yes', 'no'], temperature=9.0, num_return=20)
+    assert t5.generate(['one', 'two'], max_length=9, allowed=['yes', 'no'])[0] in ('yes', 'no')
+    drawn = t5.generate(
+        ['one'], max_length=9, allowed=['yes', 'no'], temperature=9.0, num_return=20
+    )
     assert set(drawn[0]) == {'yes', 'no'}
-    [answer] = t5.generate(['one'], 9)
-    [other] = t5.generate(['one'], 9, bad_words=[answer[:2], answer[-1]])
+    [answer] = t5.generate(['one'], max_length=9)
+    [other] = t5.generate(['one'], max_length=9, bad_words=[answer[:2], answer[-1]])
     assert answer[:2] not in other and answer[-1] not in other
-    [answer] = t5.generate(['one'], 9, prompts=['y'], allowed=['yes', 'no'])
+    [answer] = t5.generate(['one'], max_length=9, prompts=['y'], allowed=['yes', 'no'])
     assert answer == 'yes'
     # A bare text is one text. A list for each input, of any length. Another text is no new program.
-    assert t5.generate(['one', 'two'], 9, allowed='yes') == ['yes', 'yes']
-    num_programs = len(t5._generators)
+    assert t5.generate(['one', 'two'], max_length=9, allowed='yes') == ['yes', 'yes']
+    num_programs = t5._program.cache_info().currsize
     lists = [['no'], ('a', 'b', 'c')]
-    assert t5.generate(['one', 'two'], 9, allowed=lists)[0] == 'no'
-    assert len(t5._generators) == num_programs
-    found = t5.generate(['one', 'two'], 9, allowed=lists, beam_size=4, num_return=4)
+    assert t5.generate(['one', 'two'], max_length=9, allowed=lists)[0] == 'no'
+    assert t5._program.cache_info().currsize == num_programs
+    found = t5.generate(['one', 'two'], max_length=9, allowed=lists, beam_size=4, num_return=4)
     assert [sorted(x) for x in found] == [['no'], ['a', 'b', 'c']]
-    found = t5.generate(['one', 'two'], 9, allowed=[[BYTES.encode(['no'])[0]], ['yes']])
+    found = t5.generate(['one', 'two'], max_length=9, allowed=[[BYTES.encode(['no'])[0]], ['yes']])
     assert found == ['no', 'yes']
 
 
@@ -386,7 +347,7 @@ def test_beams_find_the_best_of_the_answers_that_are_allowed():
     answers = golden()['ids']['answers']
     found = t5.generate(
         inputs,
-        MAX_LENGTH,
+        max_length=MAX_LENGTH,
         allowed=answers,
         beam_size=8,
         num_return=8,
@@ -404,12 +365,12 @@ def test_beams_find_the_best_of_the_answers_that_are_allowed():
 # (what the message names, options)
 BAD_OPTIONS = [
     ('prompts[0]', {'allowed': ['yes'], 'prompts': ['n']}),
-    ('allowed[1]', {'allowed': ['yes', 'a long answer']}),
-    ('allowed[0]', {'allowed': [[5, 0]]}),
-    ('bad_words[0]', {'bad_words': [[384]]}),
-    ('allowed[0][1]', {'allowed': [['yes', '']]}),
+    ('allowed', {'allowed': ['yes', 'a long answer']}),
+    ('allowed has (5, 0)', {'allowed': [[5, 0]]}),
+    ('bad_words has (384,)', {'bad_words': [[384]]}),
+    ("allowed has ''", {'allowed': [['yes', '']]}),
     ('allowed', {'allowed': [['yes'], ['no']]}),  # for one input
-    ('stop[1]', {'stop': ['.', '']}),
+    ("stop has ''", {'stop': ['.', '']}),
     ('min_length', {'min_length': 9}),
     ('repetition_penalty', {'repetition_penalty': 0.0}),
     ('no_repeat_ngram_size', {'no_repeat_ngram_size': 1.5}),
@@ -419,22 +380,21 @@ BAD_OPTIONS = [
 
 def test_options_that_are_refused():
     for name, options in BAD_OPTIONS:
-        assert_refused(lambda options=options: of_bytes().generate(['one'], 9, **options), name)
-    assert_refused(lambda: model_on(1, 1).generate([[5, 6]], 9, stop=['yes']), 'vocabulary')
-
-
-def test_settings_that_are_off_are_not_in_the_program():
-    decoding = decode.Decoding().program
-    assert decode.filters_of(decoding, {'prompt_bT': np.zeros((1, 4), np.int32)}, EOS_ID) == []
+        assert_refused(
+            lambda options=options: of_bytes().generate(['one'], max_length=9, **options), name
+        )
+    assert_refused(
+        lambda: model_on(1, 1).generate([[5, 6]], max_length=9, stop=['yes']), 'vocabulary'
+    )
 
 
 def test_words_that_the_vocabulary_lacks():
     vocabulary = SentencePieceVocabulary((HERE / 'hunt/good.model').read_bytes())
     for name in ('allowed', 'bad_words'):
-        decoding = decode.Decoding(**{name: ('the', 'the 漢字')})
+        decoding = Decoding(**{name: ('the', 'the 漢字')})
         with pytest.raises(Refused) as error:
-            infer.words_of(decoding, vocabulary, vocabulary.size)
-        assert f'{name}[1]' in str(error.value) and "'漢', '字'" in str(error.value)
+            words.words_of(decoding, vocabulary, vocabulary.size)
+        assert f"{name} has 'the 漢字'" in str(error.value) and "'漢', '字'" in str(error.value)
 
 
 NO_DIGITS = """
@@ -454,7 +414,7 @@ def test_settings_and_a_file_of_filters(tmp_path, monkeypatch):
     config.module = 'no_digits'
     config.stop = ('.',)
     config.max_length = 9
-    decoding = decoding_of(config, BYTES)
+    decoding = decoding_of(config, BYTES, BYTES.size)
     assert (len(decoding.filters), decoding.stop) == (1, ('.',))
     answers = infer.answer_batch(
         of_bytes(), decoding, [infer.Example([5 + i, 1]) for i in range(9)]

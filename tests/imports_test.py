@@ -8,17 +8,27 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PACKAGES = ('configs', 'families', 'formats', 'modes', 'run', 'sources', 't5_in_haiku', 'tasks')
+PACKAGES = (
+    'answers',
+    'configs',
+    'families',
+    'formats',
+    'modes',
+    'run',
+    'sources',
+    't5_in_haiku',
+    'tasks',
+)
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 LAYERS = (
     {'kernels', 'randomness', 'messages'},
-    {'run.buckets'},
-    {'paths'},
+    {'run.buckets', 'configs.setting'},
+    {'paths', 'answers.options'},
     {'partition', 'user_code', 'configs'},
     {'decode'},
     {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
-    {'stream'},
+    {'stream', 'answers'},
     {'tasks', 'formats'},
     {'validation', 'infer'},
     {'run'},
@@ -44,12 +54,12 @@ CORE = {
     'vocabulary': 225,
     'validation': 276,
     'checkpoint': 650,
-    'decode': 650,
-    'infer': 710,
+    'decode': 410,
+    'infer': 420,
     'messages': 50,
     'paths': 290,
     'randomness': 60,
-    'state_names': 160,
+    'state_names': 125,
     'user_code': 60,
 }
 # Through which files the core opens a package. All may read the settings and their ranges.
@@ -58,7 +68,7 @@ DOORS = {
     'prepare': {'run', 'sources', 'tasks', 'formats'},
     'loop': {'run'},
     'stream': {'sources'},
-    'infer': {'formats'},
+    'infer': {'formats', 'answers'},
     'paths': {'run'},
 }
 # What is imported inside of functions alone.
@@ -158,7 +168,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 29, 7760, 7760), ('infer', 13, 4480, 7740), ('model', 5, 2273, 2273)],
+    [('loop', 33, 7760, 7800), ('infer', 19, 4510, 7800), ('model', 5, 2045, 2045)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

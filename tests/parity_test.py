@@ -28,6 +28,7 @@ import infer
 import model
 import state_names
 import train
+from answers import programs
 from prepare import make_spec, restore
 
 SMALL = pathlib.Path(__file__).resolve().parents[2] / 'shared/testdata/seqio_t5/t5x_small_forward'
@@ -156,7 +157,8 @@ def test_a_second_oracle(name):
     is_token = batch['encoder_input_tokens'][..., None] > 0
     assert_close(encoded, np.where(is_token, arrays['encoder_output'], 0), 1e-5)
 
-    loss_of = lambda params: -t5._scores(params, batch).sum()  # noqa: E731
+    scores = t5._program(programs.scores)
+    loss_of = lambda params: -scores(params, batch).sum()  # noqa: E731
     loss, gradients = jax.value_and_grad(loss_of)(jax.tree.map(jnp.asarray, params))
     assert_close(loss, arrays['loss_sum'], 1e-5)
     assert gradients.keys() == facts['grad_l2_norms'].keys()

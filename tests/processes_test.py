@@ -26,6 +26,7 @@ from runs import (
     small_config,
 )
 
+import answers.batches
 import checkpoint
 import data
 import infer
@@ -73,7 +74,7 @@ def requests(folder):
 
 
 def infer_into(output_dir, checkpoint, request):
-    infer.EXAMPLES_PER_CHUNK = 3
+    answers.batches.EXAMPLES_PER_CHUNK = 3
     flags = infer_mode.Request(checkpoint, output_dir=str(output_dir or ''), **request)
     messages = infer_mode.infer_all(infer_mode.Job(flags, None, INFER))
     print(*messages, sep='\n', file=sys.stderr)
@@ -136,7 +137,7 @@ def kill_after_two_batches(monkeypatch, folder, checkpoint, request):
 @pytest.mark.slow
 def test_two_processes_leave_the_files_of_one(tmp_path, monkeypatch, capsys):
     """Training with task metrics, --mode=evaluate and --mode=infer, the last two half done before."""
-    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 3)  # put back after the test
+    monkeypatch.setattr('answers.batches.EXAMPLES_PER_CHUNK', 3)  # put back after the test
     write_task(tmp_path)
     lines = []
     for i in range(10):

@@ -18,6 +18,7 @@ import main
 import modes
 from configs import base
 from configs import check as settings
+from configs.setting import LARGEST_FLOAT
 from messages import Refused
 from modes import command_line as parser
 from modes import errors, processes
@@ -395,7 +396,7 @@ def out_of_range():
         limits = setting.range
         if limits is not None:
             values = [limits.low - 1, *limits.without]
-            if limits.high != base.LARGEST_FLOAT:
+            if limits.high != LARGEST_FLOAT:
                 values.append(limits.high + 1)
             if isinstance(setting.default, float):
                 values += [math.nan, math.inf, -math.inf]

@@ -134,7 +134,7 @@ def write_corpora(folder):
     """Write a corpus of each kind, half a megabyte or more, and return globs of them."""
     random = np.random.default_rng(0)
     texts = [f'{i} ' + 'é"x, ' * int(random.integers(200)) for i in range(1500)]
-    texts[700] = 'long line ' * 120_000  # is cut in plain text
+    texts[700] = 'long line ' * 100_000
     rows = io.StringIO()
     csv.writer(rows).writerows([['id', 'text'], *enumerate(texts[:600] + texts[800:])])
     contents = {

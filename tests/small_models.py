@@ -204,7 +204,7 @@ def check_scores_and_answers(t5, arrays, case, batch):
     assert_close(np.array(t5.score(inputs, targets)), arrays[f'{case}/score'], 1e-5)
     length = batch['decoder_target_tokens'].shape[1]
     for name, options in (('greedy', {}), ('beam2', {'beam_size': 2, 'num_return': 2})):
-        found = t5.generate(inputs, length, return_scores=True, **options)
+        found = t5.generate(inputs, max_length=length, return_scores=True, **options)
         decodes = arrays[f'{case}/{name}_decodes']
         if name == 'beam2':  # the best last; of greedy answers the file has no scores
             decodes = decodes[:, ::-1]

@@ -141,8 +141,8 @@ def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
     assert encoded.shape == (2, 4, 16) and mask.sum() == 6
     assert_close(t5.encode(inputs[1:])[0][0], encoded[1, :2], 1e-5)
     assert np.abs(encoded - base.encode(inputs)[0]).max() > 1e-3
-    beams = t5.generate(inputs, 8, beam_size=3, num_return=2)
-    assert on_mesh.generate(inputs, 8, beam_size=3, num_return=2) == beams
+    beams = t5.generate(inputs, max_length=8, beam_size=3, num_return=2)
+    assert on_mesh.generate(inputs, max_length=8, beam_size=3, num_return=2) == beams
     scores = t5.score([inputs[0]] * 2, beams[0])
     [of_choices] = infer.score_batch(t5, [infer.Example(inputs[0], beams[0])])
     assert_close(of_choices, scores, 1e-5)

@@ -271,8 +271,8 @@ def test_inference_on_many_devices(axis):
     targets = [row[row > 0].tolist() for row in batch['decoder_target_tokens']]
     assert_close(np.array(many.score(inputs, targets)), np.array(one.score(inputs, targets)), 1e-5)
     for options in ({}, {'beam_size': 2}):
-        answers = many.generate(inputs, 8, return_scores=True, **options)
-        expected = one.generate(inputs, 8, return_scores=True, **options)
+        answers = many.generate(inputs, max_length=8, return_scores=True, **options)
+        expected = one.generate(inputs, max_length=8, return_scores=True, **options)
         assert answers.tokens == expected.tokens
         assert_close(np.array(answers.scores), np.array(expected.scores), 1e-5)
 

@@ -177,7 +177,7 @@ def test_factored_slots_are_those_of_our_optimizer(tmp_path):
         grads[path] = rng.standard_normal(shape).astype(np.float32)
     params = jax.tree.map(np.ones_like, grads)
     adafactor = optimizer.make_optimizer(base.get_config().optimizer, lambda step: 0.1)
-    _, state = jax.jit(adafactor.update)(grads, adafactor.init(params), params)
+    _, state = jax.jit(adafactor.update)(grads, adafactor.init(params), params, step=0)
     expected = state_names.to_t5x(1, params, state)
     arrays = {}
     for letter, grad in zip(shapes, grads.values(), strict=True):

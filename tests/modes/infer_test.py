@@ -167,7 +167,7 @@ def test_answers_are_those_of_generate_and_in_the_order_of_the_lines(
     tmp_path, t5, loaded, monkeypatch, capsys
 ):
     """On standard output as in files."""
-    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    monkeypatch.setattr('answers.batches.EXAMPLES_PER_CHUNK', 8)
     file, content = write_examples(tmp_path)
     inputs = [example['inputs'] for example in content]
     do(input=str(file), output_dir=str(tmp_path / 'out'))
@@ -395,7 +395,7 @@ def questions(tmp_path):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks and files of 8 examples."""
-    monkeypatch.setattr(infer, 'EXAMPLES_PER_CHUNK', 8)
+    monkeypatch.setattr('answers.batches.EXAMPLES_PER_CHUNK', 8)
     for pool in infer_mode.EXAMPLES_PER_FILE:
         monkeypatch.setitem(infer_mode.EXAMPLES_PER_FILE, pool, 8)
 
@@ -713,7 +713,7 @@ def test_a_prompt(terminal, t5, capsys):
     assert job.is_prompt
     infer_mode.answer_typed_lines(job, t5)
     captured = capsys.readouterr()
-    first, second = t5.generate(['one', 'two words'], 8, beam_size=2, num_return=2)
+    first, second = t5.generate(['one', 'two words'], max_length=8, beam_size=2, num_return=2)
     assert captured.out == '\n'.join([*first, '', *second, '', ''])
     heading, *faults = captured.err.splitlines()
     assert 'Ctrl-D' in heading

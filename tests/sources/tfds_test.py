@@ -344,17 +344,14 @@ def test_a_task_without_a_split_is_refused_for_training(glue, tmp_path, name):
 
 # Settings, and what the message names.
 WRONG = [
-    ({'tfds': 'made'}, 'made_up:1.0.0, made_up_translate/de-en:1.0.0'),
-    ({'tfds': ','}, "data.tfds=','"),
-    ({'tfds': 'made_up:2.0.0'}, "data.tfds='made_up:2.0.0'"),
+    ({'tfds': 'made'}, "of 'made' it has the versions none"),
+    ({'tfds': 'made_up:2.0.0'}, "data.tfds='made_up:2.0.0': "),
+    ({'tfds': 'made_up:2.0'}, "of 'made_up' it has the versions 1.0.0"),
     ({'tfds': '../made_up'}, "data.tfds='../made_up'"),
-    ({'tfds': 'made_up_translate'}, 'made_up_translate/de-en:1.0.0'),
     ({'train_split': 'trian'}, "data.train_split='trian'"),
-    ({'train_split': 'train[:x]'}, "data.train_split='train[:x]'"),
     ({'validation_split': 'dev'}, "data.validation_split='dev'"),
     ({'validation_split': 'train[99%:]'}, 'data.validation_split'),
     ({'text_field': 'content'}, "'content'"),
-    ({'text_field': 'answers/text'}, "'answers/text'"),
     ({'targets': '{en}'}, "'en'"),
     ({'files': 'x.txt'}, "data.tfds='made_up' and files, 'x.txt'"),
     ({'tfds': '', 'train_split': 'test'}, "data.train_split='test'"),
@@ -385,18 +382,16 @@ def test_a_folder_without_a_part(own_root):
 
 
 def test_a_damaged_record_or_a_truncated_shard_stops_the_run(own_root):
-    """So does one that has other records than dataset_info.json says."""
-    old, shard = sorted((own_root / 'made_up/1.0.0').glob('*train*0000[12]-of*'))
+    [shard] = (own_root / 'made_up/1.0.0').glob('*train*00002-of*')
     content = shard.read_bytes()
     damage(shard, 200)
     source = sources.open.open_source(make_config(own_root))
     with pytest.raises(Refused, match=str(shard)) as error:
         records_of(source.train)
     assert '\n' not in str(error.value)
-    for other in (content[:-20], old.read_bytes()):
-        shard.write_bytes(other)
-        with pytest.raises(Refused, match=str(shard)):
-            records_of(open_part(own_root, 'train[60:70]'))
+    shard.write_bytes(content[:-20])
+    with pytest.raises(Refused, match=str(shard)):
+        records_of(open_part(own_root, 'train[60:70]'))
 
 
 # Without TensorFlow.
@@ -464,12 +459,3 @@ def test_several_data_sets_are_read_as_one(roots, tmp_path):
     assert source.train.num_records == 2 * SIZES['train']
     with pytest.raises(Refused, match='array_record and tfrecord'):
         sources.open.open_source(make_config(tmp_path, tfds='made_up_1, made_up_2'))
-
-
-def test_the_split_test_may_be_in_files(roots, tmp_path):
-    row = {'text': 'some words'}
-    (tmp_path / 'a.jsonl').write_text(json.dumps(row))
-    config = make_config(roots / 'tfrecord', test_files=str(tmp_path / 'a.jsonl'))
-    source = sources.open.open_source(config)
-    assert source.corpus == 'tfds' and source.may_hold('train')
-    assert [record.fields for record in source.records('test')] == [row]

@@ -1,0 +1,81 @@
+"""Examples of any number, computed in batches of few shapes. Imports no jax."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+LENGTH_MULTIPLE = 32  # for padding, because each length is compiled
+EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
+
+Ids = Sequence[int] | NDArray
+Result = TypeVar('Result')
+
+
+class Example(NamedTuple):
+    """Ids to answer or to score, EOS included."""
+
+    inputs: Ids
+    targets: Sequence | NDArray = ()  # to score: ids, or the ids of each choice
+    number: int = 0  # samples depend on the seed and on this number
+    prompt: Ids = ()  # begins the answers
+
+
+class Answer(NamedTuple):
+    """The answers to an example, the best first."""
+
+    tokens: list[list[int]]  # EOS included, padding not
+    texts: list[str]  # empty without a vocabulary
+    scores: list[float]  # empty without return_scores
+
+
+def in_batches(
+    compute: Callable[[Sequence[Example], int], Iterable[Result]],
+    examples: Iterable[Example],
+    batch_size: int,
+    progress: Callable[[int], None] = lambda count: None,
+) -> Iterator[Result]:
+    """Yield the results of `compute(batch, number of rows)`, in the order of the examples.
+
+    A chunk of examples is held at a time and sorted by length, for little padding; the longest come
+    first, because they need the most memory. All batches of a chunk have the same number of rows, so
+    few programs are compiled. `progress` is called with the number of examples of each batch.
+    """
+
+    def lengths(i: int) -> tuple[int, int, int]:
+        num_inputs = len(chunk[i].inputs)
+        return next_size(num_inputs, LENGTH_MULTIPLE), len(chunk[i].targets), num_inputs
+
+    iterator = iter(examples)
+    while chunk := list(itertools.islice(iterator, EXAMPLES_PER_CHUNK)):
+        order = sorted(range(len(chunk)), key=lengths, reverse=True)
+        num_rows = min(batch_size, len(chunk))
+        results: dict[int, Result] = {}
+        for start in range(0, len(chunk), batch_size):
+            indices = order[start : start + batch_size]
+            computed = compute([chunk[i] for i in indices], num_rows)
+            results.update(zip(indices, computed, strict=True))
+            progress(len(indices))
+        for i in range(len(chunk)):
+            yield results[i]
+
+
+def padded_rows(ids: Sequence[Ids], num_rows: int, multiple: int) -> NDArray:
+    """Return ids as int32 [rows, length], padded with 0 to sizes of `next_size`; rows divide by `multiple`."""
+    num_rows = next_size(max(len(ids), num_rows), multiple)
+    rows = np.zeros((num_rows, next_size(max(map(len, ids)), LENGTH_MULTIPLE)), np.int32)
+    for i, of_row in enumerate(ids):
+        rows[i, : len(of_row)] = of_row
+    return rows
+
+
+def next_size(n: int, multiple: int) -> int:
+    """Return `multiple` times the first of 1, 2, 3, 4, 6, 8, 12, 16 ... that reaches `n`: little is padding."""
+    size = multiple
+    while size < n:
+        if size + size // 2 >= n and size > multiple:
+            return size + size // 2
+        size *= 2
+    return size

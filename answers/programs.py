@@ -1,0 +1,95 @@
+"""What one device computes, inside `jax.shard_map`. model.py and decode.py define the suffixes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+import decode
+import loss
+import model
+from answers.filters import filters_of
+from answers.options import Decoding
+from model import T5Config
+
+Batch = Mapping[str, jax.Array]
+Parameters = Mapping[str, jax.Array]
+
+
+def logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
+    return model.apply(lambda: model.logits(config, batch)[0], params)
+
+
+def scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
+    logits_bTv = logits(config, params, batch)
+    targets_bT = batch['decoder_target_tokens']
+    nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+    return -(nats_bT * (targets_bT > 0)).sum(axis=-1)
+
+
+def encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
+    inputs_bM = batch['encoder_input_tokens']
+    encoded_bMD, _, _ = model.apply(lambda: model.encode(config, inputs_bM), params)
+    encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without the prompt of an own model
+    return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
+
+
+def answers(
+    config: T5Config, decoding: Decoding, eos_id: int, params: Parameters, batch: Batch
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return tokens_bnT and scores_bn, the best last; None for the scores of samples without `return_scores`.
+
+    `batch` has inputs_bM, prompt_bT, lengths_b, for samples temperature_b, seed_b and example_b, the numbers of the
+    examples, and the arrays of `words.words_of`.
+    """
+    num_decodes = decoding.num_decodes
+    has_beams = decoding.beam_size > 1
+
+    def start() -> decode.Cache:
+        return model.start_decoding(config, batch['inputs_bM'], 0, num_decodes, has_beams)
+
+    def step(tokens_r: jax.Array, cache: decode.Cache) -> tuple[jax.Array, decode.Cache]:
+        return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+
+    cache = model.apply(start, params)
+    rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
+    filters = filters_of(decoding, rows, eos_id)
+    if has_beams:
+        return decode.beam_search(
+            step,
+            decode.reorder_beams,
+            cache,
+            batch['prompt_bT'],
+            batch['lengths_b'],
+            num_beams=num_decodes,
+            alpha=decoding.alpha,
+            eos_id=eos_id,
+            grow=decode.grow_cache,
+            filters=filters,
+        )
+    choose: decode.Choose = decode.most_likely
+    if 'seed_b' in rows:
+        keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
+        for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
+            keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
+        kept = (decoding.top_k, decoding.top_p, decoding.min_p)
+        choose = decode.random_tokens(keys_r, rows['temperature_b'], *kept)
+    prompt_rT = rows['prompt_bT']
+    tokens_rT, scores_r = decode.sample(
+        step,
+        cache,
+        prompt_rT,
+        rows['lengths_b'],
+        choose,
+        eos_id=eos_id,
+        grow=decode.grow_cache,
+        filters=filters,
+    )
+    tokens_bnT = tokens_rT.reshape(-1, num_decodes, prompt_rT.shape[1])
+    scores_bn = scores_r.reshape(-1, num_decodes)
+    if num_decodes > 1:
+        scores_bn, order_bn = decode.best_last(scores_bn, num_decodes)
+        tokens_bnT = decode.pick(tokens_bnT, order_bn)
+    if not decoding.return_scores:
+        return tokens_bnT, None  # XLA then computes no scores
+    return tokens_bnT, scores_bn
