@@ -82,9 +82,9 @@ def load(
     if mesh is None:
         mesh = partition.make_mesh(data=1)
     opened = formats.open.open_model(path, config, str(step), part)
-    model.check_mesh(opened.config, mesh)
+    opened.config.family.check_mesh(opened.config, mesh)
     found = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
-    specs = model.specs_in_use(opened.config, model.shapes(opened.config))
+    specs = opened.config.family.specs_in_use(opened.config, model.shapes(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
@@ -144,7 +144,7 @@ class T5:
     @arrays.setter
     def arrays(self, arrays: Parameters) -> None:
         if self.mesh.shape['fsdp'] > 1:  # gather once for all calls
-            specs = model.specs_in_use(self.config, arrays)
+            specs = self.config.family.specs_in_use(self.config, arrays)
             arrays = jax.device_put(arrays, partition.shardings(self.mesh, specs))
         self._arrays = arrays
         self._step_arrays = {}
@@ -319,7 +319,7 @@ class T5:
     def _compile(self, kind: Callable, *options: Decoding | int) -> jax.stages.Wrapped:
         """Return (parameters, batch) -> output of `kind`, a function of one device. Logits stay on their devices."""
         arrays = self._arrays_of(kind)
-        specs = kernels.specs_of(arrays, model.specs_in_use(self.config, arrays))
+        specs = kernels.specs_of(arrays, self.config.family.specs_in_use(self.config, arrays))
         mapped = jax.shard_map(
             functools.partial(kind, self.config, *options),
             mesh=self.mesh,

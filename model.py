@@ -18,7 +18,7 @@ shapes. Parameters are float32. `rows_b` numbers the rows within the global batc
 off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
-MLPs); Hu et al. 2021 (LoRA).
+MLPs).
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import kernels
 import partition
-from decode import Cache, KeysValues, LayerCache, add_writers, grow_cache, read_mask
+from decode import Cache, KeysValues, LayerCache, add_writers, read_mask
+from family import Family, Options
 
 # How parameters are split: regular expression of a path -> PartitionSpec. Each module asks Haiku for
 # its local shape, unsplit over 'fsdp', which `apply` gathers: a row that disagrees is an error.
@@ -52,13 +52,7 @@ PARAMETER_SPECS = {
     r'.+/mlp/wo/kernel': P('model', 'fsdp'),  # [mlp, embed]
     r'decoder/logits_dense/kernel': P('fsdp', 'model'),  # [embed, vocab]
     r'.+_norm/scale': P(None),  # [embed]
-    # Adapters are split like the rows and columns of their kernel.
-    r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_a': P(None, None),  # [rows, rank]
-    r'.+/(query|key|value|wi(_\d)?|logits_dense)/lora_b': P(None, 'model'),  # [rank, columns]
-    r'.+/(out|wo)/lora_a': P('model', None),  # [rows, rank]
-    r'.+/(out|wo)/lora_b': P(None, None),  # [rank, columns]
 }
-ADAPTER = r'.+/lora_[ab]'  # paths of adapters
 # The kernels of a step of decoding: all but those for keys and values of the inputs.
 STEP_KERNELS = (
     r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
@@ -81,15 +75,6 @@ TRUNCATED_NORMAL = hk.initializers.VarianceScaling(1.0, 'fan_in', 'truncated_nor
 UNIFORM = hk.initializers.VarianceScaling(1.0, 'fan_avg', 'uniform')
 
 
-Leaf = TypeVar('Leaf')  # a parameter: an array, or one not read yet
-
-
-class Options(Protocol):
-    """The settings of an own model: a frozen dataclass of its file."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
-
-
 @dataclasses.dataclass(frozen=True)
 class T5Config:
     """Sizes and numerics, under T5X's field names. configs/base.py explains them and has the defaults."""
@@ -110,22 +95,22 @@ class T5Config:
     lora_rank: int = 0  # 0: no adapters
     lora_alpha: float = 16.0
     lora_targets: str = r'.+/(query|value)/kernel'  # paths of the kernels with adapters
-    module: str = ''  # the file of an own model, or the name of a family; '' for T5
+    module: str = ''  # files of an own model and names of families, with commas; '' for T5
     options: Options | None = None  # the settings of `module`
     remat: str = 'none'
     scan_layers: bool = False
-    own: 'Modules | None' = dataclasses.field(default=None, repr=False)  # the parts from `module`
+    own: 'Family[T5Config, Parts] | None' = dataclasses.field(default=None, repr=False)
 
     @property
-    def modules(self) -> 'Modules':
-        """The parts of the model: those of `own`, else T5's."""
-        return self.own or T5_MODULES
+    def family(self) -> 'Family[T5Config, Parts]':
+        """T5, or what formats.own_model.complete makes of `module` and `lora_rank`."""
+        assert self.own or not (self.module or self.lora_rank), 'complete the config'
+        return self.own or T5
 
     @property
-    def period(self) -> int:
-        """The layers in a step of a scan."""
-        period = self.modules.period
-        return period(self) if callable(period) else period
+    def parts(self) -> 'Parts':
+        """What the model is made of."""
+        return self.family.parts
 
     def __post_init__(self):
         object.__setattr__(self, 'mlp_activations', tuple(self.mlp_activations))  # JSON has lists
@@ -164,29 +149,17 @@ def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
 
 def param_specs(config: T5Config, paths: Iterable[str] | None = None) -> dict[str, P]:
     """Return {path: spec} of parameters, by default of all."""
-    table = {}
-    for pattern, spec in config.modules.specs:
-        table[pattern] = spec(config) if callable(spec) else spec
-    return partition.param_specs(table, shapes(config) if paths is None else paths)
-
-
-def specs_in_use(config: T5Config, paths: Iterable[str]) -> dict[str, P]:
-    """Return {path: spec} of parameters gathered over 'fsdp' once for many calls."""
-    specs = param_specs(config, paths)
-    split = config.modules.split_in_use(config)
-    for path, spec in specs.items():
-        if not re.fullmatch(split, path):
-            specs[path] = partition.gathered(spec)
-    return specs
+    return config.family.param_specs(config, shapes(config) if paths is None else paths)
 
 
 def apply(
     f: Callable,
     params: Mapping[str, jax.Array],
+    *args,
     key: jax.Array | None = None,
     gradient_dtype: str = 'float32',
 ):
-    """Call `f`, a function that uses this file's modules, on this device's slices of `params`.
+    """Return f(*args), a function such as `logits`, on this device's slices of `params`.
 
     A parameter split over 'fsdp' is gathered here, when a module reads it, in the dtype that the module
     asks for. In the backward pass its gradient is summed and scattered in `gradient_dtype`.
@@ -203,55 +176,16 @@ def apply(
                 x = partition.all_gather(x, 'fsdp', dim, context.original_dtype, gradient_dtype)
         return x
 
-    def read_and_call():
+    def read_and_call(*args):
         with hk.custom_getter(read):
-            return f()
+            return f(*args)
 
-    return hk.transform(read_and_call).apply(tree, key)
-
-
-def check_mesh(config: T5Config, mesh: Mesh) -> None:
-    """Refuse a mesh that does not split embedding, heads, MLP, vocabulary and an own model evenly."""
-    partition.check_divides('model.emb_dim', config.emb_dim, ('fsdp',), mesh)
-    for name in ('num_heads', 'mlp_dim', 'vocab_size'):
-        partition.check_divides(f'model.{name}', getattr(config, name), ('model',), mesh)
-    config.modules.check_mesh(config, mesh)
+    return hk.transform(read_and_call).apply(tree, key, *args)
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
-    """Return the paths of LoRA's and of an own model's adapters, trained and saved beside a base checkpoint."""
-    patterns = [config.modules.adapters]
-    if config.lora_rank:
-        patterns.append(ADAPTER)
-    return tuple(path for path in shapes(config) if any(re.fullmatch(x, path) for x in patterns))
-
-
-def without_adapters(config: T5Config) -> T5Config:
-    """Return the config of the model after `merge_adapters`."""
-    return dataclasses.replace(config, lora_rank=0)
-
-
-def merge_adapters(
-    config: T5Config, params: Mapping[str, Leaf], merge: Callable | None = None
-) -> dict[str, Leaf]:
-    """Return the parameters without LoRA's: kernels are `merge(kernel, lora_a, lora_b)`."""
-    merge = merge or functools.partial(config.modules.adapted_kernel, config)
-    merged = {}
-    for path, x in params.items():
-        scope, name = path.rsplit('/', 1)
-        if name == 'kernel' and f'{scope}/lora_a' in params:
-            merged[path] = merge(x, params[f'{scope}/lora_a'], params[f'{scope}/lora_b'])
-        elif not re.fullmatch(ADAPTER, path):
-            merged[path] = x
-    return merged
-
-
-def adapted_kernel(
-    config: T5Config, kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array
-) -> jax.Array:
-    """Return a kernel with its adapters: Hu et al. 2021 (LoRA) §4.1, float32."""
-    product = jnp.matmul(lora_a, lora_b, precision='highest')
-    return kernel + config.lora_alpha / config.lora_rank * product
+    """Return the paths of adapters, which are trained and saved alone, beside a base checkpoint."""
+    return tuple(path for path in shapes(config) if re.fullmatch(config.family.adapters, path))
 
 
 # The model.
@@ -272,20 +206,24 @@ def logits(
     # the decoder's padding: BOS in decoder_input_tokens is 0, too.
     segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
-    embedder = config.modules.embedder(config, name='token_embedder')
+    table_vD = token_table(config)
     inputs_bM = batch['encoder_input_tokens']
-    encoded_bMD, segments_bM, encoder_aux = encode(config, inputs_bM, segments_bM, embedder, rows_b)
+    encoded_bMD, segments_bM, encoder_aux = encode(config, inputs_bM, segments_bM, rows_b, table_vD)
     num_targets = len(segments_bT) // len(segments_bM)
     if num_targets > 1:
         encoded_bMD = jnp.repeat(encoded_bMD, num_targets, axis=0)
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
-    logits_bTv, _, decoder_aux = Decoder(config, embedder, name='decoder')(
-        embed(config, embedder, batch['decoder_input_tokens']),
+    decoder = config.parts.decoder(config, name='decoder')
+    positions_T = jnp.arange(segments_bT.shape[1])
+    logits_bTv, _, decoder_aux = decoder(
+        decoder.embed(batch['decoder_input_tokens'], table_vD),
         encoded_bMD,
-        mask_b1TT=attention_mask(segments_bT, segments_bT, causal=True),
-        mask_b1TM=attention_mask(segments_bT, segments_bM),
+        mask=segment_mask(segments_bT, segments_bT, causal=True),
+        inputs_mask=segment_mask(segments_bT, segments_bM),
+        positions=Positions(positions_T, positions_T),
         rows_b=rows_b,
+        table_vD=table_vD,
     )
     aux = {}
     for name in encoder_aux.keys() | decoder_aux.keys():
@@ -298,18 +236,19 @@ def encode(
     config: T5Config,
     inputs_bM: jax.Array,
     segments_bM: jax.Array | None = None,
-    embedder: 'Embedder | None' = None,
     rows_b: jax.Array | None = None,
+    table_vD: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Return encoded_bMD in the dtype of the computation, the segments of its positions, and aux, [layers, b].
 
-    `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0.
+    `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0. `table_vD`: see `token_table`.
     """
     segments_bM = (inputs_bM > 0).astype(jnp.int32) if segments_bM is None else segments_bM
-    embedder = embedder or config.modules.embedder(config, name='token_embedder')
-    x_bMD = embed(config, embedder, inputs_bM)
-    x_bMD, segments_bM = config.modules.encoder_inputs(config, x_bMD, segments_bM)
-    encoder = config.modules.encoder(config, name='encoder')
+    if table_vD is None:
+        table_vD = token_table(config)
+    encoder = config.parts.encoder(config, name='encoder')
+    x_bMD, segments_bM = encoder.embed(inputs_bM, segments_bM, table_vD)
+    check_output('encoder', x_bMD, (*segments_bM.shape, config.emb_dim), jnp.float32, 'embedding')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
     check_output('encoder', encoded_bMD, x_bMD.shape, config.dtype)
     for name, value in aux.items():
@@ -318,10 +257,13 @@ def encode(
     return encoded_bMD, segments_bM, aux
 
 
-def embed(config: T5Config, embedder: 'Embedder', tokens_bT: jax.Array) -> jax.Array:
-    x_bTD = embedder(tokens_bT)
-    check_output('token_embedder', x_bTD, (*tokens_bT.shape, config.emb_dim), config.dtype)
-    return x_bTD
+def token_table(config: T5Config) -> jax.Array:
+    """Read this device's rows of the token table, float32 [v, D]: once, as they may be gathered over 'fsdp'."""
+    shape = (partition.split(config.vocab_size, 'model'), config.emb_dim)
+    with hk.name_scope('token_embedder'):
+        return hk.get_parameter(
+            'embedding', shape, jnp.float32, config.parts.initializers.embedding
+        )
 
 
 def start_decoding(
@@ -334,57 +276,42 @@ def start_decoding(
     """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each of `max_length` tokens."""
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
-    embedder = config.modules.embedder(config, name='token_embedder')
-    encoded_bMD, segments_bM, _ = encode(config, inputs_bM, embedder=embedder)
-    empty = LayerCache(
-        targets=empty_cache(config, num_groups, num_slots=0),
-        inputs=empty_cache(config, *segments_bM.shape),
-    )
-    cache = Cache(
+    encoded_bMD, segments_bM, _ = encode(config, inputs_bM)
+    decoder = config.parts.decoder(config, name='decoder')
+
+    def room(x_bhKM):
+        shape = (num_groups, *x_bhKM.shape[1:3], max_length * num_beams)
+        return jnp.zeros_like(x_bhKM, shape=shape)
+
+    layers = []
+    for inputs in decoder.read_inputs(encoded_bMD):
+        layers.append(LayerCache(targets=jax.tree.map(room, inputs), inputs=inputs))
+    return Cache(
         length=jnp.int32(0),
         mask_b11M=(segments_bM > 0)[:, None, None],
-        writers_gnM=jnp.zeros_like(inputs_bM, shape=(num_groups, num_beams, 0)),
-        layers=(empty,) * config.num_decoder_layers,
+        writers_gnM=jnp.zeros_like(inputs_bM, shape=(num_groups, num_beams, max_length)),
+        layers=tuple(layers),
     )
-    no_tokens_gT = jnp.zeros_like(inputs_bM, shape=(num_groups, 0))
-    _, cache = _read(config, embedder, no_tokens_gT, cache, encoded_bMD)
-    return grow_cache(cache, max_length)
-
-
-def empty_cache(config: T5Config, num_rows: int, num_slots: int) -> KeysValues:
-    shape = config.modules.attention.cache_shape(config, num_rows, num_slots)
-    zeros_ghKS = jnp.zeros(shape, config.dtype)
-    zeros_ghKS = lax.pcast(zeros_ghKS, (*partition.BATCH_AXES, 'model'), to='varying')
-    return KeysValues(zeros_ghKS, zeros_ghKS)
 
 
 def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
     """Read a token of each row, int32, first BOS (0); return float32 logits_rv of the next token, and the cache."""
-    embedder = config.modules.embedder(config, name='token_embedder')
-    tokens_gT = tokens_r.reshape(cache.writers_gnM.shape[:2])
-    logits_gTv, cache = _read(config, embedder, tokens_gT, add_writers(cache))
-    return logits_gTv.reshape(len(tokens_r), -1), cache._replace(length=cache.length + 1)
-
-
-def _read(
-    config: T5Config,
-    embedder: 'Embedder',
-    tokens_gT: jax.Array,
-    cache: Cache,
-    encoded_bMD: jax.Array | None = None,
-) -> tuple[jax.Array, Cache]:
-    """Read a token of each beam, or no token and the encoded inputs; return logits_gTv and the cache."""
-    _, num_beams, room = cache.writers_gnM.shape
-    logits_gTv, layers, _ = Decoder(config, embedder, name='decoder')(
-        embed(config, embedder, tokens_gT),
-        encoded_bMD,
-        mask_b1TT=read_mask(cache)[:, :, : tokens_gT.shape[1]],
-        mask_b1TM=cache.mask_b11M,
-        rows_b=None,
+    cache = add_writers(cache)
+    num_groups, num_beams, room = cache.writers_gnM.shape
+    table_vD = token_table(config)
+    decoder = config.parts.decoder(config, name='decoder')
+    logits_gTv, layers, _ = decoder(
+        decoder.embed(tokens_r.reshape(num_groups, num_beams), table_vD),
+        None,
+        mask=Mask(read_mask(cache)),
+        inputs_mask=Mask(cache.mask_b11M),
         positions=Positions(cache.length[None], jnp.repeat(jnp.arange(room), num_beams)),
+        rows_b=None,
+        table_vD=table_vD,
         caches=cache.layers,
     )
-    return logits_gTv, cache._replace(layers=layers)
+    cache = cache._replace(length=cache.length + 1, layers=layers)
+    return logits_gTv.reshape(len(tokens_r), -1), cache
 
 
 def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
@@ -395,14 +322,26 @@ def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
     return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, 'float32')
 
 
-def attention_mask(segments_bT, segments_bM, causal: bool = False) -> jax.Array:
-    """Return the keys that each query sees, bool [b, 1, T, M]: those of its segment, but not padding."""
-    queries_b1T1 = segments_bT[:, None, :, None]
-    keys_b11M = segments_bM[:, None, None, :]
+class Mask(NamedTuple):
+    """The keys that each query sees, and the segments from which an attention without a dense mask finds them."""
+
+    mask_b1TM: jax.Array  # bool
+    queries_bT: jax.Array | None = None  # segments; None for a mask that has others too
+    keys_bM: jax.Array | None = None
+    causal: bool = False
+
+    def dense(self) -> jax.Array:
+        return self.mask_b1TM
+
+
+def segment_mask(queries_bT, keys_bM, causal: bool = False) -> Mask:
+    """Return the mask of the keys in a query's segment, if `causal` up to its position. Segment 0 is padding."""
+    queries_b1T1 = queries_bT[:, None, :, None]
+    keys_b11M = keys_bM[:, None, None, :]
     mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
     if causal:
         mask_b1TM &= jnp.tril(jnp.ones_like(mask_b1TM))
-    return mask_b1TM
+    return Mask(mask_b1TM, queries_bT, keys_bM, causal)
 
 
 class Positions(NamedTuple):
@@ -414,95 +353,94 @@ class Positions(NamedTuple):
 
 @dataclasses.dataclass
 class Encoder(hk.Module):
-    """Embedded tokens to encoded_bTD, and the aux of the layers."""
+    """Tokens to encoded_bTD, and the aux of the layers."""
 
     config: T5Config
     name: str
 
+    @hk.name_like('__call__')
+    def embed(self, tokens_bT, segments_bT, table_vD):
+        """Return the embedded tokens x_bTD, and the segments of their positions, 0 for padding."""
+        return self.config.parts.embedder(self.config, tokens_bT, table_vD), segments_bT
+
     def __call__(self, x_bTD, segments_bT, rows_b):
-        """Return encoded_bTD and aux. `segments`: int32 or bool, 0 for padding."""
+        """Return encoded_bTD and aux."""
         c = self.config
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        mask_b1TT, positions = self.shared(segments_bT)
+        mask, positions = self.shared(segments_bT)
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
-            relpos_1hTT = bias(positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=True, name='relpos_bias')(positions)
 
         def layer(index, x_bTD):
-            encoder_layer = c.modules.encoder_layer(c, index, name=f'layers_{index}')
-            return encoder_layer(x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b)
+            encoder_layer = c.parts.encoder_layer(c, index, name=f'layers_{index}')
+            return encoder_layer(x_bTD, mask, positions, relpos_1hTT, rows_b)
 
         x_bTD, aux = apply_layers(c, c.num_encoder_layers, layer, x_bTD)
-        x_bTD = c.modules.norm(c, name='encoder_norm')(x_bTD)
+        x_bTD = c.parts.norm(c, name='encoder_norm')(x_bTD)
         # T5X shares dropout masks along the length everywhere but here.
         return dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=x_bTD.shape[1:]), aux
 
     @hk.name_like('__call__')
     def shared(self, segments_bT):
-        """Return mask_b1TT and the positions, shared by the attentions of all layers."""
+        """Return the mask and the positions, shared by the attentions of all layers."""
         positions_T = jnp.arange(segments_bT.shape[1])
-        return attention_mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
+        return segment_mask(segments_bT, segments_bT), Positions(positions_T, positions_T)
 
 
 def apply_layers(
-    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
+    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array, in_scan: bool = False
 ) -> tuple[jax.Array, Aux]:
     """Return x_bTD after the layers `layer(index, x_bTD)`, with `c.remat` and `c.scan_layers`.
 
     Aux is stacked over the layers that report it, [layers, b]. A layer gathers its own parameters: remat
-    gathers them again, a scan one layer at a time. In a scan, `index` counts within a period.
+    gathers them again, a scan one period of layers at a time.
     """
-    is_scan = c.scan_layers and not hk.running_init()
-
-    def apply_layer(index, x_bTD):
-        if c.remat == 'none':
-            return layer(index, x_bTD)
+    if c.scan_layers and not in_scan and not hk.running_init():
+        return scan_layers(c, num_layers, layer, x_bTD)
+    aux: dict[str, list] = {}
+    for index in range(num_layers):
         of_index = functools.partial(layer, index)
-        return hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not is_scan)(x_bTD)
+        if c.remat != 'none':
+            policy = REMAT_POLICIES[c.remat]
+            of_index = hk.remat(of_index, policy=policy, prevent_cse=not in_scan)
+        before_bTD = x_bTD
+        x_bTD, of_layer = of_index(x_bTD)
+        check_output(f'layers_{index}', x_bTD, before_bTD.shape, before_bTD.dtype)
+        for name, value_b in of_layer.items():
+            what = f'aux {name!r}, [b],'
+            check_output(f'layers_{index}', value_b, x_bTD.shape[:1], jnp.float32, what)
+            aux.setdefault(name, []).append(value_b)
+    return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
-    def apply_in_turn(x_bTD, indices):
-        aux: dict[str, list] = {}
-        for index in indices:
-            before_bTD = x_bTD
-            x_bTD, of_layer = apply_layer(index, x_bTD)
-            check_layer(c, index, x_bTD, before_bTD)
-            for name, value_b in of_layer.items():
-                what = f'aux {name!r}, [b],'
-                check_output(f'layers_{index}', value_b, x_bTD.shape[:1], jnp.float32, what)
-                aux.setdefault(name, []).append(value_b)
-        return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
-    period = c.period
-    num_apart = period if c.modules.changes_dtype else 0
-    if not is_scan or num_layers == num_apart:
-        return apply_in_turn(x_bTD, range(num_layers))
+def scan_layers(
+    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
+) -> tuple[jax.Array, Aux]:
+    """Return what `apply_layers` returns, from one program for all periods of layers: it compiles faster.
 
-    # The program of the first period reads the slices of each period. The key of dropout passes from
-    # layer to layer, as it does without a scan.
-    x_bTD, aux = apply_in_turn(x_bTD, range(num_apart))
+    The program of the first period reads the slices of each period, and `index` counts within it. The key of
+    dropout passes from layer to layer, as it does without a scan.
+    """
+    period = c.family.period(c)
     tree = hk.get_params()
     stack = hk.experimental.current_name()
-    first_period = range(num_apart, num_apart + period)
     stacked = {}
     for scope in tree:
         match = re.match(rf'{stack}/layers_(\d+)/', scope)
-        if match and int(match[1]) in first_period:
+        if match and int(match[1]) < period:
             numbers = range(int(match[1]), num_layers, period)
             scopes = [f'{stack}/layers_{i}/{scope[match.end() :]}' for i in numbers]
             for name in tree[scope]:
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
 
-    def apply_slices(x_bTD, slices):
+    def apply_period(x_bTD, slices):
         read = lambda next_getter, _, context: next_getter(slices[context.full_name])  # noqa: E731
         with hk.custom_getter(read):
-            return apply_in_turn(x_bTD, first_period)
+            return apply_layers(c, period, layer, x_bTD, in_scan=True)
 
-    x_bTD, scanned = hk.scan(apply_slices, x_bTD, stacked)
-    for name, x in scanned.items():
-        x = x.reshape(-1, x.shape[-1])
-        aux[name] = jnp.concatenate([aux[name], x]) if num_apart else x
-    return x_bTD, aux
+    x_bTD, aux = hk.scan(apply_period, x_bTD, stacked)
+    return x_bTD, {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
 
 
 @dataclasses.dataclass
@@ -513,49 +451,49 @@ class EncoderLayer(hk.Module):
     index: int  # in the stack; in a scan, in its period
     name: str
 
-    def __call__(self, x_bTD, mask_b1TT, positions, relpos_1hTT, rows_b):
+    def __call__(self, x_bTD, mask, positions, relpos_1hTT, rows_b):
         """Return x_bTD and aux. `relpos_1hTT` is None if each layer has its own."""
         c = self.config
         if c.relpos_bias_per_layer:
-            bias = c.modules.relpos_bias(c, bidirectional=True, name='relpos_bias')
-            relpos_1hTT = bias(positions)
-        y_bTD = c.modules.norm(c, name='pre_attention_layer_norm')(x_bTD)
-        attention = c.modules.attention(c, self.index, name='attention')
-        y_bTD, _ = attention(y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=True, name='relpos_bias')(positions)
+        y_bTD = c.parts.norm(c, name='pre_attention_layer_norm')(x_bTD)
+        attention = c.parts.attention(c, self.index, name='attention')
+        y_bTD, _ = attention(y_bTD, y_bTD, mask, relpos_1hTT, rows_b, positions)
         x_bTD = add(c, x_bTD, 'attention', y_bTD, rows_b)
-        return c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
+        y_bTD = c.parts.norm(c, name='pre_mlp_layer_norm')(x_bTD)
+        y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask)
+        return add(c, x_bTD, 'mlp', y_bTD, rows_b), aux
 
 
 @dataclasses.dataclass
 class Decoder(hk.Module):
-    """Embedded decoder inputs and encoded inputs to float32 logits, all at once or step by step."""
+    """Tokens and encoded inputs to float32 logits, all at once or step by step."""
 
     config: T5Config
-    embedder: 'Embedder'  # for tied logits
     name: str
 
+    @hk.name_like('__call__')
+    def embed(self, tokens_bT, table_vD):
+        """Return the embedded tokens x_bTD."""
+        return self.config.parts.embedder(self.config, tokens_bT, table_vD)
+
     def __call__(
-        self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, rows_b, positions=None, caches=None
+        self, x_bTD, encoded_bMD, mask, inputs_mask, positions, rows_b, table_vD, caches=None
     ):
         """Return float32 logits_bTv, the caches, and aux.
 
-        Decoding passes `positions` and a LayerCache per layer, and gets no aux; encoded_bMD is None once the
-        caches have its keys and values.
+        Decoding passes a LayerCache per layer, with the keys and values of the inputs: encoded_bMD is None, and
+        it gets no aux.
         """
         c = self.config
-        length = x_bTD.shape[1]
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        if caches is None:
-            positions = Positions(jnp.arange(length), jnp.arange(length))
         relpos_1hTT = None
         if not c.relpos_bias_per_layer:
-            bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
-            relpos_1hTT = bias(positions)
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')(positions)
 
         def layer(index, x_bTD, cache):
-            decoder_layer = c.modules.decoder_layer(c, index, name=f'layers_{index}')
-            return decoder_layer(
-                x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, positions, relpos_1hTT, rows_b, cache
+            return self.layer(index)(
+                x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache
             )
 
         def layer_without_cache(index, x_bTD):
@@ -567,24 +505,32 @@ class Decoder(hk.Module):
         if caches is None:
             x_bTD, aux = apply_layers(c, c.num_decoder_layers, layer_without_cache, x_bTD)
         for index, cache in enumerate(caches or ()):
-            before_bTD = x_bTD
             x_bTD, cache, _ = layer(index, x_bTD, cache)
-            check_layer(c, index, x_bTD, before_bTD)
             new_caches.append(cache)
-        x_bTD = c.modules.norm(c, name='decoder_norm')(x_bTD)
-        x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
-        check_output('decoder_norm', x_bTD, x_bTD.shape, jnp.float32)
-        x_bTD = x_bTD.astype(jnp.float32)
-        if c.logits_via_embedding:
-            table_vD = self.embedder.table()
-            logits_bTv = kernels.einsum('bTD,vD->bTv', x_bTD, table_vD)
-            logits_bTv = logits_bTv / jnp.sqrt(c.emb_dim)
-        else:
-            shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
-            initializer = c.modules.initializers.logits
-            logits_dense = Kernel(c, shape, initializer, 'float32', name='logits_dense')
-            logits_bTv = logits_dense('bTD,Dv->bTv', x_bTD)
-        return logits_bTv, tuple(new_caches), aux
+        return c.parts.logits(c, x_bTD, table_vD, rows_b), tuple(new_caches), aux
+
+    @hk.name_like('__call__')
+    def read_inputs(self, encoded_bMD):
+        """Return a KeysValues of the inputs for each layer, which decoding caches."""
+        layers = range(self.config.num_decoder_layers)
+        return [self.layer(index).read_inputs(encoded_bMD) for index in layers]
+
+    @hk.name_like('__call__')
+    def layer(self, index):
+        return self.config.parts.decoder_layer(self.config, index, name=f'layers_{index}')
+
+
+def decoder_logits(c, x_bTD, table_vD, rows_b):
+    """Return float32 logits_bTv after the last layer of the decoder. `table_vD`: for tied logits."""
+    x_bTD = c.parts.norm(c, name='decoder_norm')(x_bTD)
+    x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
+    check_output('decoder_norm', x_bTD, x_bTD.shape, jnp.float32)
+    x_bTD = x_bTD.astype(jnp.float32)
+    if c.logits_via_embedding:
+        return kernels.einsum('bTD,vD->bTv', x_bTD, table_vD) / jnp.sqrt(c.emb_dim)
+    shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
+    kernel = c.parts.kernel(c, shape, c.parts.initializers.logits, 'float32', name='logits_dense')
+    return kernel('bTD,Dv->bTv', x_bTD)
 
 
 @dataclasses.dataclass
@@ -596,36 +542,34 @@ class DecoderLayer(hk.Module):
     name: str
 
     def __call__(
-        self, x_bTD, encoded_bMD, mask_b1TT, mask_b1TM, positions, relpos_1hTT, rows_b, cache
+        self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache
     ):
         """Return x_bTD, the LayerCache and aux. Self-attention alone has a bias."""
         c = self.config
         if c.relpos_bias_per_layer:
-            bias = c.modules.relpos_bias(c, bidirectional=False, name='relpos_bias')
-            relpos_1hTT = bias(positions)
-        y_bTD = c.modules.norm(c, name='pre_self_attention_layer_norm')(x_bTD)
-        attention = c.modules.attention(c, self.index, name='self_attention')
+            relpos_1hTT = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')(positions)
+        y_bTD = c.parts.norm(c, name='pre_self_attention_layer_norm')(x_bTD)
+        attention = c.parts.attention(c, self.index, name='self_attention')
         y_bTD, targets = attention(
-            y_bTD, y_bTD, mask_b1TT, relpos_1hTT, rows_b, positions, cache.targets
+            y_bTD, y_bTD, mask, relpos_1hTT, rows_b, positions, cache.targets
         )
         x_bTD = add(c, x_bTD, 'self_attention', y_bTD, rows_b)
-        y_bTD = c.modules.norm(c, name='pre_cross_attention_layer_norm')(x_bTD)
-        attention = c.modules.attention(c, self.index, name='encoder_decoder_attention')
-        y_bTD, inputs = attention(y_bTD, encoded_bMD, mask_b1TM, None, rows_b, None, cache.inputs)
+        y_bTD = c.parts.norm(c, name='pre_cross_attention_layer_norm')(x_bTD)
+        attention = c.parts.attention(c, self.index, name='encoder_decoder_attention')
+        y_bTD, inputs = attention(y_bTD, encoded_bMD, inputs_mask, None, rows_b, None, cache.inputs)
         x_bTD = add(c, x_bTD, 'encoder_decoder_attention', y_bTD, rows_b)
-        mask_b1TT = mask_b1TT if cache.targets is None else None
-        x_bTD, aux = c.modules.feed_forward(c, self.index, x_bTD, rows_b, mask_b1TT)
+        y_bTD = c.parts.norm(c, name='pre_mlp_layer_norm')(x_bTD)
+        mask = mask if cache.targets is None else None
+        y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask)
+        x_bTD = add(c, x_bTD, 'mlp', y_bTD, rows_b)
         return x_bTD, LayerCache(targets, inputs), aux
 
-
-def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
-    """Return x_bTD after the norm, the MLP and the residual connection of a layer, and aux.
-
-    `mask_b1TT` is that of self-attention: padding sees nothing. None in decoding. T5's MLP does not read it.
-    """
-    y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b)
-    return add(c, x_bTD, 'mlp', y_bTD, rows_b), aux
+    @hk.name_like('__call__')
+    def read_inputs(self, encoded_bMD):
+        """Return the KeysValues of cross attention."""
+        c = self.config
+        attention = c.parts.attention(c, self.index, name='encoder_decoder_attention')
+        return attention.read(encoded_bMD, None)
 
 
 def add(c, x_bTD, part, y_bTD, rows_b):
@@ -642,10 +586,8 @@ class Attention(hk.Module):
     index: int  # the layer
     name: str
 
-    def __call__(
-        self, x_bTD, memory_bMD, mask_b1TM, relpos_1hTM, rows_b, positions=None, cache=None
-    ):
-        """Return y_bTD, which x_bTD reads from memory_bMD, and the cache.
+    def __call__(self, x_bTD, memory_bMD, mask, relpos_1hTM, rows_b, positions=None, cache=None):
+        """Return y_bTD, which x_bTD reads from memory_bMD, and the KeysValues that it read.
 
         Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, the memory's keys
         and values are written to it, and all of it is read; the memory may then be None.
@@ -653,29 +595,30 @@ class Attention(hk.Module):
         c = self.config
         q_bThK = self.queries(x_bTD, positions)
         if memory_bMD is not None:
-            k_bMhK, v_bMhK = self.keys_values(memory_bMD, positions)
-            new = KeysValues(k_bMhK.transpose(0, 2, 3, 1), v_bMhK.transpose(0, 2, 3, 1))
-        if memory_bMD is not None and cache is not None:
-            position = 0 if positions is None else positions.queries_T[0]
-            cache = cache.write(new, position * memory_bMD.shape[1])
-        k_bhKM, v_bhKM = cache or new
+            new = self.read(memory_bMD, positions)
+            if cache is None:
+                cache = new
+            else:
+                cache = cache.write(new, positions.queries_T[0] * memory_bMD.shape[1])
+        k_bhKM, v_bhKM = cache
         shape = q_bThK.shape
         q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # the rows of an example are queries
-        heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+        heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         heads_bThK = heads_bThK.reshape(shape)
-        initializer = c.modules.initializers.attention
-        out = Kernel(c, (shape[2] * shape[3], c.emb_dim), initializer, c.dtype, name='out')
+        initializer = c.parts.initializers.attention
+        out = c.parts.kernel(c, (shape[2] * shape[3], c.emb_dim), initializer, c.dtype, name='out')
         partial_bTD = out('bThK,hKD->bTD', heads_bThK)
         y_bTD = partition.psum(partial_bTD, 'model')  # the sum over the split heads
         return checkpoint_name(y_bTD, 'sum'), cache
 
-    @staticmethod
-    def cache_shape(config, num_rows, num_slots):
-        """Return the shape of keys_ghKS and of values_ghKS."""
-        return num_rows, partition.split(config.num_heads, 'model'), config.head_dim, num_slots
+    @hk.name_like('__call__')
+    def read(self, memory_bMD, positions):
+        """Return the KeysValues of a memory."""
+        k_bMhK, v_bMhK = self.keys_values(memory_bMD, positions)
+        return KeysValues(k_bMhK.transpose(0, 2, 3, 1), v_bMhK.transpose(0, 2, 3, 1))
 
     @hk.name_like('__call__')
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
         """Return heads_bThK: the mean of the values, weighted by the softmax of queries times keys.
 
         `relpos_1hTM` and `positions` are None in cross attention. In decoding, T are the beams of a group and
@@ -686,7 +629,7 @@ class Attention(hk.Module):
         logits_bhTM = jnp.einsum(
             'bThK,bhKM->bhTM', q_bThK.astype(logits_dtype), k_bhKM.astype(logits_dtype)
         )
-        probs_bhTM = attention_weights(logits_bhTM, mask_b1TM, relpos_1hTM, c.dtype)
+        probs_bhTM = attention_weights(logits_bhTM, mask.dense(), relpos_1hTM, c.dtype)
         mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
         probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         heads_bhTK = jnp.einsum('bhTM,bhKM->bhTK', probs_bhTM, v_bhKM)
@@ -697,13 +640,13 @@ class Attention(hk.Module):
         """Return q_bThK. Their scale, 1/sqrt(head_dim), is folded into the initial values, as in T5X."""
         head_dim = self.config.head_dim
         root = jnp.sqrt(head_dim).astype(self.config.dtype).astype(jnp.float32)  # rounded as in T5X
-        initializer = self.config.modules.initializers.attention
+        initializer = self.config.parts.initializers.attention
         return self.heads(x_bTD, 'query', lambda *shape: initializer(*shape) / root)
 
     @hk.name_like('__call__')
     def keys_values(self, memory_bMD, positions):
         """Return k_bMhK and v_bMhK, in self-attention at `positions.queries_T`."""
-        initializer = self.config.modules.initializers.attention
+        initializer = self.config.parts.initializers.attention
         k_bMhK = self.heads(memory_bMD, 'key', initializer)
         return k_bMhK, self.heads(memory_bMD, 'value', initializer)
 
@@ -712,8 +655,8 @@ class Attention(hk.Module):
         """Return x_bTD projected to this device's share of `num_heads`, by default all, [b, T, h, K]."""
         c = self.config
         num_heads = partition.split(num_heads or c.num_heads, 'model')
-        shape = (c.emb_dim, num_heads * c.head_dim)
-        kernel = Kernel(c, shape, initializer, c.dtype, name=name)
+        shape = (x_bTD.shape[-1], num_heads * c.head_dim)
+        kernel = c.parts.kernel(c, shape, initializer, c.dtype, name=name)
         heads_bThK = kernel('bTD,DhK->bThK', x_bTD, columns=(num_heads, c.head_dim))
         return checkpoint_name(heads_bThK, 'projection')
 
@@ -735,54 +678,39 @@ class Mlp(hk.Module):
     index: int  # the layer
     name: str
 
-    def __call__(self, x_bTD, rows_b=None):
-        """Return y_bTD and aux, {name: float32 [b]}, both the same on all devices of 'model'."""
+    def __call__(self, x_bTD, rows_b, mask):
+        """Return y_bTD and aux, {name: float32 [b]}, both the same on all devices of 'model'.
+
+        `mask` is that of self-attention, where padding sees nothing; None in decoding. T5 ignores it.
+        """
         c = self.config
-        initializer = c.modules.initializers.mlp
-        activations = dict(c.modules.activations)
+        initializer = c.parts.initializers.mlp
+        activations = dict(c.parts.activations)
         width = partition.split(c.mlp_dim, 'model')
         gates = []
         for i, activation in enumerate(c.mlp_activations):
             name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
-            wi = Kernel(c, (c.emb_dim, width), initializer, c.dtype, name=name)
+            wi = c.parts.kernel(c, (c.emb_dim, width), initializer, c.dtype, name=name)
             x_bTf = checkpoint_name(wi('bTD,Df->bTf', x_bTD), 'projection')
             gate_bTf = activations[activation](x_bTf)
             assert gate_bTf.shape == x_bTf.shape, f'{activation} gave {gate_bTf.shape}'
             gates.append(gate_bTf)
         hidden_bTf = math.prod(gates)
         hidden_bTf = dropout(hidden_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
-        wo = Kernel(c, (width, c.emb_dim), initializer, c.dtype, name='wo')
+        wo = c.parts.kernel(c, (width, c.emb_dim), initializer, c.dtype, name='wo')
         partial_bTD = wo('bTf,fD->bTD', hidden_bTf)
         y_bTD = partition.psum(partial_bTD, 'model')  # the sum over the split width
         return checkpoint_name(y_bTD, 'sum'), {}
 
 
-@dataclasses.dataclass
-class Embedder(hk.Module):
-    """The token table of encoder and decoder, float32, its rows split over 'model'."""
-
-    config: T5Config
-    name: str
-    table_vD: jax.Array | None = None  # set when it is read
-
-    def __call__(self, tokens_bT):
-        """Return the embedded tokens, [b, T, D] in the dtype of the computation."""
-        table_vD = self.table()
-        own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
-        is_own_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
-        # Cast after the lookup, so the gradient of a row is summed in float32.
-        rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(self.config.dtype)
-        partial_bTD = jnp.where(is_own_bT1, rows_bTD, 0)
-        return partition.psum(partial_bTD, 'model')  # one device has the row, the others add zero
-
-    @hk.name_like('__call__')
-    def table(self):
-        """Return this device's rows of the table, float32 [v, D]."""
-        if self.table_vD is None:
-            shape = (partition.split(self.config.vocab_size, 'model'), self.config.emb_dim)
-            initializer = self.config.modules.initializers.embedding
-            self.table_vD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
-        return self.table_vD
+def embed(c, tokens_bT, table_vD):
+    """Return the embedded tokens, [b, T, D] in the dtype of the residual stream."""
+    own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
+    is_own_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
+    # Cast after the lookup, so the gradient of a row is summed in float32.
+    rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(c.dtype)
+    partial_bTD = jnp.where(is_own_bT1, rows_bTD, 0)
+    return partition.psum(partial_bTD, 'model')  # one device has the row, the others add zero
 
 
 @dataclasses.dataclass
@@ -800,7 +728,7 @@ class RelativePositionBias(hk.Module):
         c = self.config
         relative_TM = positions.keys_M[None, :] - positions.queries_T[:, None]
         shape = (partition.split(c.num_heads, 'model'), self.num_buckets)
-        initializer = c.modules.initializers.relpos_bias
+        initializer = c.parts.initializers.relpos_bias
         table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, initializer)
         table_hR = table_hR.astype(c.dtype)
         bucket_TM = relative_position_bucket(
@@ -869,22 +797,15 @@ class Kernel(hk.Module):
 
     def __call__(self, equation, x, columns=()):
         """Return einsum(equation, x, matrix), [b, T, *columns], for x of [b, T, *rows]."""
-        c = self.config
-        num_rows, num_columns = self.shape
-        columns = columns or (num_columns,)
-        is_adapted = c.lora_rank and re.fullmatch(c.lora_targets, f'{self.module_name}/kernel')
-        kernel = hk.get_parameter(
-            'kernel',
-            self.shape,
-            jnp.float32 if is_adapted else self.dtype,  # the dtype in which it is gathered
-            lambda shape, _: self.initializer(shape, jnp.float32),
-        )
-        if is_adapted:
-            lora_a = hk.get_parameter('lora_a', (num_rows, c.lora_rank), jnp.float32, NORMAL)
-            lora_b = hk.get_parameter('lora_b', (c.lora_rank, num_columns), jnp.float32, jnp.zeros)
-            kernel = c.modules.adapted_kernel(c, kernel, lora_a, lora_b)
-        kernel = kernel.astype(self.dtype)
+        columns = columns or self.shape[1:]
+        kernel = self.matrix(self.dtype).astype(self.dtype)
         return kernels.einsum(equation, x, kernel.reshape(*x.shape[2:], *columns))
+
+    @hk.name_like('__call__')
+    def matrix(self, dtype):
+        """Return the matrix, gathered in `dtype`."""
+        initializer = lambda shape, _: self.initializer(shape, jnp.float32)  # noqa: E731
+        return hk.get_parameter('kernel', self.shape, dtype, initializer)
 
 
 def dropout(
@@ -923,21 +844,6 @@ def check_output(part: str, y: jax.Array, shape, dtype, name: str = 'output') ->
     partition.check_summed(f'{path}: its {name}', y, ('model',))
 
 
-def check_layer(c: T5Config, index: int, y_bTD: jax.Array, x_bTD: jax.Array) -> None:
-    dtype = jnp.float32 if c.modules.changes_dtype else x_bTD.dtype
-    check_output(f'layers_{index}', y_bTD, x_bTD.shape, dtype)
-
-
-def flops(c: T5Config, S: int, T: int) -> float:
-    """Return the FLOPs of the matrix products in the forward pass of a row of S inputs and T targets."""
-    a = c.num_heads * c.head_dim
-    matrices = 4 * c.emb_dim * a + (len(c.mlp_activations) + 1) * c.emb_dim * c.mlp_dim
-    encoder = 2 * S * matrices + 4 * S * S * a
-    decoder = 2 * T * matrices + 4 * T * T * a + 4 * (T + S) * c.emb_dim * a + 4 * T * S * a
-    logits = 2 * T * c.emb_dim * c.vocab_size
-    return c.num_encoder_layers * encoder + c.num_decoder_layers * decoder + logits
-
-
 # The parts of a model; a user's file replaces some (formats/own_model.py).
 
 
@@ -953,44 +859,22 @@ class Initializers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Modules:
-    """The parts of a model, by default T5's. A class has the fields and methods of T5's; they compare by identity."""
+class Parts:
+    """What a model is made of. A class has the fields and methods of T5's; they compare by identity."""
 
-    embedder: Callable = Embedder
+    embedder: Callable = embed
     encoder: Callable = Encoder
+    decoder: Callable = Decoder
     encoder_layer: Callable = EncoderLayer
     decoder_layer: Callable = DecoderLayer
-    attention: type[Attention] = Attention
+    attention: Callable = Attention
     mlp: Callable = Mlp
-    feed_forward: Callable = feed_forward
     norm: Callable = RMSNorm
     relpos_bias: Callable = RelativePositionBias
+    kernel: Callable = Kernel
+    logits: Callable = decoder_logits
     activations: tuple[tuple[str, Callable], ...] = tuple(ACTIVATIONS.items())
     initializers: Initializers = Initializers()
-    # A later row replaces an equal one. A spec may be a function of the config.
-    specs: tuple[tuple[str, P | Callable[[T5Config], P]], ...] = tuple(PARAMETER_SPECS.items())
-    # config -> regular expression of parameters whose modules read their slice of 'fsdp' alone.
-    split_in_use: Callable[[T5Config], str] = lambda config: ''
-    # Layers in a step of a scan, more than 1 if they differ in parameters; or a function of the config.
-    period: int | Callable[[T5Config], int] = 1
-    # Whether the first period changes the dtype of the residual stream: a scan begins after it.
-    changes_dtype: bool = False
-    # (config, embedded x_bMD, segments_bM) -> both as the encoder reads them.
-    encoder_inputs: Callable = lambda config, x_bMD, segments_bM: (x_bMD, segments_bM)
-    # Regular expression of parameters trained and saved alone, beside a base checkpoint.
-    adapters: str = ''
-    # (config, read, vocabulary, seed) -> {path: array}: their initial values, by default those of the modules;
-    # `read(path)` reads a parameter of the base.
-    initial_adapters: Callable | None = None
-    may_pack: bool = True  # False: a row is one example
-    adapted_kernel: Callable = adapted_kernel
-    # (config, mesh) -> None: raises Refused for a mesh that does not split what the model adds.
-    check_mesh: Callable[[T5Config, Mesh], None] = lambda config, mesh: None
-    # config -> {name of an aux: coefficient}: the loss adds coefficient * mean over the rows.
-    losses: Callable[[T5Config], Mapping[str, float]] = lambda config: {}
-    # (config, input length, target length) -> FLOPs of a row's forward pass.
-    flops: Callable[[T5Config, int, int], float] = flops
-    source: bytes = dataclasses.field(default=b'', repr=False)  # the user's file
 
 
-T5_MODULES = Modules()
+T5: Family[T5Config, Parts] = Family(Parts(), specs=tuple(PARAMETER_SPECS.items()))

@@ -22,7 +22,6 @@ import data
 import formats.open
 import infer
 import loop
-import model
 import partition
 import paths
 import state_names
@@ -30,6 +29,7 @@ import tasks.open
 import train
 import validation
 from configs import check as settings
+from families import lora
 from formats import best, own_model, own_options, t5x
 from formats.vocabulary import kept_files
 from messages import Refused
@@ -66,7 +66,7 @@ def make_spec(
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
     )
-    model.check_mesh(spec.model_config, spec.mesh)
+    spec.model_config.family.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # Some properties are parsed when first used: do it now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
@@ -214,7 +214,7 @@ def resolve_settings(
 
     Raises Refused if they are not those of the run that is resumed.
     """
-    text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
+    text = digest([mixture.fingerprint, vocabulary.hash, *spec.model_config.family.files])
     check_alike('the text, the vocabulary or the file of model.module', text.encode())
     resolved = json.loads(config.to_json())
     resolved['model']['module'] = spec.model_config.module
@@ -353,8 +353,8 @@ def write_files(
 
 def answering_model(spec: train.StepSpec, vocabulary: Vocabulary) -> infer.T5:
     """Return the model, without adapters, that answers with parameters given later."""
-    base = model.without_adapters(spec.model_config)
-    merge = functools.partial(model.merge_adapters, spec.model_config)
+    base = lora.without_adapters(spec.model_config)
+    merge = functools.partial(lora.merge, spec.model_config)
     params = jax.eval_shape(merge, spec.state_shapes.params)
     return infer.T5(base, params, spec.mesh, vocabulary)
 

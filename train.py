@@ -91,10 +91,13 @@ def device_gradients(spec, params, batch, rows_b, key):
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
         logits_bTv, aux = model.apply(
-            lambda: model.logits(config, batch, rows_b),
+            model.logits,
             params | trained,
-            key,
-            spec.gradient_dtype,
+            config,
+            batch,
+            rows_b,
+            key=key,
+            gradient_dtype=spec.gradient_dtype,
         )
         sums = loss.weighted_sums(
             logits_bTv,
@@ -104,7 +107,7 @@ def device_gradients(spec, params, batch, rows_b, key):
             z_loss=spec.loss_config.z_loss,
             label_smoothing=spec.loss_config.label_smoothing,
         )
-        sums = loss.add_aux(sums, aux, config.modules.losses(config), num_rows)
+        sums = loss.add_aux(sums, aux, config.family.losses(config), num_rows)
         return sums['loss'], sums
 
     def add_gradients(total, microbatch):

@@ -184,7 +184,7 @@ def make_sums(
 ) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
     """Return a compiled function (params, batch) -> sums of the global batch: loss.weighted_sums, add_aux, nats."""
     specs = model.param_specs(config)
-    coefficients = config.modules.losses(config)
+    coefficients = config.family.losses(config)
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
 
     def device_sums(params, batch):
@@ -193,7 +193,7 @@ def make_sums(
 
         def microbatch_sums(microbatch):
             batch, weights_bT = microbatch
-            logits_bTv, aux = model.apply(lambda: model.logits(config, batch), params)
+            logits_bTv, aux = model.apply(model.logits, params, config, batch)
             sums = loss.weighted_sums(
                 logits_bTv,
                 batch,

@@ -17,7 +17,7 @@ Parameters = Mapping[str, jax.Array]
 
 
 def logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
-    return model.apply(lambda: model.logits(config, batch)[0], params)
+    return model.apply(model.logits, params, config, batch)[0]
 
 
 def scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
@@ -29,7 +29,7 @@ def scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 
 def encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
-    encoded_bMD, _, _ = model.apply(lambda: model.encode(config, inputs_bM), params)
+    encoded_bMD, _, _ = model.apply(model.encode, params, config, inputs_bM)
     encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without the prompt of an own model
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
@@ -45,13 +45,11 @@ def answers(
     num_decodes = decoding.num_decodes
     has_beams = decoding.beam_size > 1
 
-    def start() -> decode.Cache:
-        return model.start_decoding(config, batch['inputs_bM'], 0, num_decodes, has_beams)
-
     def step(tokens_r: jax.Array, cache: decode.Cache) -> tuple[jax.Array, decode.Cache]:
-        return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+        return model.apply(model.decode_step, params, config, tokens_r, cache)
 
-    cache = model.apply(start, params)
+    sizes = (0, num_decodes, has_beams)
+    cache = model.apply(model.start_decoding, params, config, batch['inputs_bM'], *sizes)
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
     filters = filters_of(decoding, rows, eos_id)
     if has_beams:

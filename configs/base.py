@@ -99,8 +99,8 @@ def settings() -> ConfigDict:
     # al. 2021; '.+/kernel' takes all.
     config.model.lora_targets = '.+/(query|value)/kernel'
     # A Python file of your own, as a path or as its name in the current folder, with a function
-    # modules(default), which replaces parts of the model: examples/squared_relu/squared_relu.py. Or the
-    # name of a family, a file in families/. '' for T5.
+    # modules(family), which replaces parts of the model: examples/squared_relu/squared_relu.py. Or the
+    # name of a family, a file in families/. Or several, with commas, applied in order. '' for T5.
     config.model.module = ''
     # The settings of that file, --config.model.options.NAME=VALUE: the fields of its frozen dataclass
     # Options. They have defaults, and 'range', 'choices' and 'help' in their metadata:

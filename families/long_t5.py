@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 import kernels
 import model
 from configs import base, check
+from family import t5_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +75,11 @@ class Encoder(model.Encoder):
             mask_bnce = jnp.concatenate([mask_bnce, mask_bncG], axis=-1)
             ids_G = jnp.arange(segments_bG.shape[1])
             all_ids = model.Positions(jnp.arange(-1, len(ids_G)), ids_G)  # a token may have -1
-            bias = c.modules.relpos_bias(c, bidirectional=True, name='side_relpos_bias')
+            bias = c.parts.relpos_bias(c, bidirectional=True, name='side_relpos_bias')
             relpos_MhG = bias(all_ids)[0].astype(c.dtype).swapaxes(0, 1)
             relpos_bnhcG = relpos_MhG[blocks(ids_bM, size) + 1].swapaxes(2, 3)
             positions = positions._replace(is_in_bMG=is_in_bMG, relpos_bnhcG=relpos_bnhcG)
-        return mask_bnce[:, :, None], positions
+        return model.Mask(mask_bnce[:, :, None]), positions
 
 
 def global_tokens(segments_bM, size):
@@ -119,15 +120,15 @@ class Attention(model.Attention):
         if isinstance(positions, Positions) and positions.is_in_bMG is not None:
             inputs_bMD = memory_bMD.astype(jnp.float32)
             sums_bGD = jnp.einsum('bMG,bMD->bGD', positions.is_in_bMG, inputs_bMD)
-            norm = self.config.modules.norm(self.config, name='T5LayerNorm_0')  # Flax's name
+            norm = self.config.parts.norm(self.config, name='T5LayerNorm_0')  # Flax's name
             memory_bMD = jnp.concatenate([memory_bMD, norm(sums_bGD)], axis=1)
         return super().keys_values(memory_bMD, positions)
 
     @hk.name_like('__call__')
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
+    def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
         """Return heads_bThK. In the encoder, mask and bias are those of the blocks."""
         if not isinstance(positions, Positions):
-            return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+            return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         c = self.config
         dtype = jnp.float32 if c.float32_attention_logits else c.dtype
         length = q_bThK.shape[1]
@@ -142,7 +143,7 @@ class Attention(model.Attention):
             logits_bnhcG = jnp.einsum('bnchK,bGhK->bnhcG', q_bnchK, k_bMhK[:, length:])
             logits_bnhcG += positions.relpos_bnhcG
             logits_bnhce = jnp.concatenate([logits_bnhce, logits_bnhcG], axis=-1)
-        probs_bnhce = model.attention_weights(logits_bnhce, mask_b1TM, None, c.dtype)
+        probs_bnhce = model.attention_weights(logits_bnhce, mask.dense(), None, c.dtype)
         mask_shape = (probs_bnhce.shape[1], c.num_heads, 1, probs_bnhce.shape[-1])
         probs_bnhce = model.dropout(probs_bnhce, c.dropout_rate, rows_b, mask_shape, split_dim=2)
         v_bnehK = blocks(v_bMhK[:, :length], size, beside=1)
@@ -160,16 +161,15 @@ def flops(c, S, T):
     num_globals = has_globals * (S // c.options.tokens_per_block)
     num_keys = 3 * (c.options.local_radius + 1) + num_globals
     of_globals = num_globals * c.emb_dim * (4 * a + 2 * S)  # their keys and values, and their sums
-    return model.flops(c, S, T) + c.num_encoder_layers * (4 * S * (num_keys - S) * a + of_globals)
+    return t5_flops(c, S, T) + c.num_encoder_layers * (4 * S * (num_keys - S) * a + of_globals)
 
 
-def modules(default):
-    """Return the parts of LongT5."""
+def modules(family):
+    """Return LongT5."""
+    parts = dataclasses.replace(family.parts, encoder=Encoder, attention=Attention)
     specs = (
-        *default.specs,
+        *family.specs,
         (r'encoder/side_relpos_bias/rel_embedding', P('model', None)),  # [heads, buckets]
         (r'encoder/.+/T5LayerNorm_0/scale', P(None)),  # [embed]
     )
-    return dataclasses.replace(
-        default, encoder=Encoder, attention=Attention, specs=specs, flops=flops
-    )
+    return dataclasses.replace(family, parts=parts, specs=specs, flops=flops)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-import model
 from messages import Refused
 
 PROMPT = 'prompt/embedding'  # the path of the parameter
@@ -41,23 +40,6 @@ class Options:
             )
 
 
-class Prompt(hk.Module):
-    def __call__(self, config, x_bMD, segments_bM):
-        """Return x_bMD and segments_bM with the prompt before them."""
-        length = config.options.length
-        initializer = hk.initializers.RandomUniform(-0.5, 0.5)
-        shape = (length, config.emb_dim)
-        prompt_PD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
-        prompt_bPD = jnp.repeat(prompt_PD[None].astype(x_bMD.dtype), len(x_bMD), axis=0)
-        segments_bP = jnp.ones([len(x_bMD), length], jnp.int32)
-        x_bMD = jnp.concatenate([prompt_bPD, x_bMD], axis=1)
-        return x_bMD, jnp.concatenate([segments_bP, segments_bM.astype(jnp.int32)], axis=1)
-
-
-def encoder_inputs(config, x_bMD, segments_bM):
-    return Prompt(name='prompt')(config, x_bMD, segments_bM)
-
-
 def initial_adapters(config, read, vocabulary, seed):
     """Return {path: array} of the prompt with which a run on a base begins."""
     length = config.options.length
@@ -76,14 +58,29 @@ def initial_adapters(config, read, vocabulary, seed):
     return {PROMPT: prompt_PD}
 
 
-def modules(default):
-    """Return the parts of T5 with a prompt."""
+def modules(family):
+    """Return the family with a prompt."""
+
+    class Encoder(family.parts.encoder):
+        @hk.transparent  # the prompt is no part of the encoder's parameters
+        def embed(self, tokens_bM, segments_bM, table_vD):
+            """Return x_bMD and segments_bM with the prompt before them."""
+            x_bMD, segments_bM = super().embed(tokens_bM, segments_bM, table_vD)
+            shape = (self.config.options.length, self.config.emb_dim)
+            initializer = hk.initializers.RandomUniform(-0.5, 0.5)
+            with hk.name_scope('prompt'):
+                prompt_PD = hk.get_parameter('embedding', shape, jnp.float32, initializer)
+            prompt_bPD = jnp.repeat(prompt_PD[None].astype(x_bMD.dtype), len(x_bMD), axis=0)
+            segments_bP = jnp.ones([len(x_bMD), shape[0]], jnp.int32)
+            segments_bM = jnp.concatenate([segments_bP, segments_bM.astype(jnp.int32)], axis=1)
+            return jnp.concatenate([prompt_bPD, x_bMD], axis=1), segments_bM
+
     return dataclasses.replace(
-        default,
-        encoder_inputs=encoder_inputs,
+        family,
+        parts=dataclasses.replace(family.parts, encoder=Encoder),
         adapters=PROMPT,
         initial_adapters=initial_adapters,
         may_pack=False,  # packed examples would share the prompt
-        specs=(*default.specs, (PROMPT, P(None, None))),
-        flops=lambda c, S, T: model.flops(c, c.options.length + S, T),
+        specs=(*family.specs, (PROMPT, P(None, None))),
+        flops=lambda c, S, T: family.flops(c, c.options.length + S, T),
     )

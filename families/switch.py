@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import partition
 from configs import base, check
+from family import t5_flops
 from messages import Refused
 
 
@@ -60,29 +61,23 @@ def has_experts(c, index):
     return index % c.options.sparse_step == c.options.sparse_step - 1
 
 
-def feed_forward(c, index, x_bTD, rows_b, mask_b1TT):
-    """Return what model.feed_forward returns. The residual stream is float32 from the first layer with experts on."""
-    y_bTD = c.modules.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-    y_bTD, aux = c.modules.mlp(c, index, name='mlp')(y_bTD, rows_b, mask_b1TT)
-    if has_experts(c, index):
-        x_bTD = x_bTD.astype(jnp.float32)
-    return model.add(c, x_bTD, 'mlp', y_bTD, rows_b), aux
+def embed(c, tokens_bT, table_vD):
+    """Return the embedded tokens, float32: so the residual stream is."""
+    return model.embed(c, tokens_bT, table_vD).astype(jnp.float32)
 
 
 class Mlp(model.Mlp):
     """T5's MLP, or a router and experts."""
 
-    def __call__(self, x_bTD, rows_b=None, mask_b1TT=None):
+    def __call__(self, x_bTD, rows_b, mask):
         """Return y_bTD, float32 if it is of experts, and aux. Without a mask no token is dropped."""
         c = self.config
         o = c.options
         if not has_experts(c, self.index):
-            return super().__call__(x_bTD, rows_b)
-        if x_bTD.size == 0:
-            return x_bTD.astype(jnp.float32), {}
+            return super().__call__(x_bTD, rows_b, mask)
         num_rows, length, _ = x_bTD.shape
         size = capacity = num_rows * length
-        if mask_b1TT is not None:
+        if mask is not None:
             # All groups have one size, parts of a row or several rows, as close to group_size as that allows.
             size = max(x for x in range(1, (o.group_size or length) + 1) if length % x == 0)
             if o.group_size > length:
@@ -92,9 +87,9 @@ class Mlp(model.Mlp):
                 factor = o.eval_expert_capacity_factor
             capacity = max(round(factor * size / o.num_experts), o.min_expert_capacity)
             if o.zero_padding:
-                x_bTD = x_bTD * mask_b1TT.any(axis=(1, 3))[..., None]
+                x_bTD = x_bTD * mask.dense().any(axis=(1, 3))[..., None]
 
-        # The router, in float32.
+        # The router, in float32 and without adapters.
         with hk.name_scope('router'), hk.name_scope('router_weights'):
             initializer = hk.initializers.RandomNormal(0.02)
             router = model.Kernel(c, (c.emb_dim, o.num_experts), initializer, 'float32', name='w')
@@ -114,7 +109,7 @@ class Mlp(model.Mlp):
         place_nt = jnp.where(is_kept_nt, place_nt, o.num_experts * num_places)
         y_tD = self.pass_experts(x_bTD, place_nt.flatten(), num_places, rows_b)
         y_bTD = (y_tD * prob_nt.reshape(-1, 1)).reshape(x_bTD.shape)
-        if mask_b1TT is None:
+        if mask is None:
             return y_bTD, {}
 
         # The layer's reports for each group, and so for each row.
@@ -168,7 +163,7 @@ class Mlp(model.Mlp):
                 name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
                 wi_eDf = kernels(name, c.emb_dim, width)
                 x_ePf = checkpoint_name(jnp.einsum('ePD,eDf->ePf', x_ePD, wi_eDf), 'projection')
-                gates.append(dict(c.modules.activations)[activation](x_ePf))
+                gates.append(dict(c.parts.activations)[activation](x_ePf))
             wo_efD = kernels('wo', width, c.emb_dim)
         hidden_ePf = math.prod(gates)
         if rows_b is not None:  # a row has a mask for each expert, as it has one for T5's MLP
@@ -192,7 +187,7 @@ class Mlp(model.Mlp):
 def flops(c, S, T):
     """Return the FLOPs of a row's forward pass: T5's, since a token passes one expert, and the router's."""
     num_routed = (S * c.num_encoder_layers + T * c.num_decoder_layers) // c.options.sparse_step
-    return model.flops(c, S, T) + 2 * num_routed * c.emb_dim * c.options.num_experts
+    return t5_flops(c, S, T) + 2 * num_routed * c.emb_dim * c.options.num_experts
 
 
 def losses(c):
@@ -206,35 +201,41 @@ def losses(c):
     return {'experts/auxiliary_loss': 1.0, 'experts/router_z_loss': 1.0}
 
 
-def modules(default):
-    """Return the parts of Switch Transformer; its initial values have a tenth of T5's variance."""
+def modules(family):
+    """Return Switch Transformer; its initial values have a tenth of T5's variance."""
     scaling = hk.initializers.VarianceScaling
+
+    def check_mesh(c, mesh):
+        family.check_mesh(c, mesh)
+        axes = (c.options.split_experts,)
+        partition.check_divides('model.options.num_experts', c.options.num_experts, axes, mesh)
 
     def on(model_spec, fsdp_spec):
         return lambda c: fsdp_spec if c.options.split_experts == 'fsdp' else model_spec
 
-    return dataclasses.replace(
-        default,
+    parts = dataclasses.replace(
+        family.parts,
+        embedder=embed,
         mlp=Mlp,
-        feed_forward=feed_forward,
-        check_mesh=lambda c, mesh: partition.check_divides(
-            'model.options.num_experts', c.options.num_experts, (c.options.split_experts,), mesh
-        ),
         initializers=model.Initializers(
             attention=scaling(0.1, 'fan_in', 'normal'),
             mlp=scaling(0.1, 'fan_in', 'truncated_normal'),
             logits=scaling(0.1, 'fan_in', 'truncated_normal'),
             relpos_bias=scaling(0.1, 'fan_avg', 'uniform'),
         ),
+    )
+    return dataclasses.replace(
+        family,
+        parts=parts,
+        check_mesh=check_mesh,
         specs=(
-            *default.specs,  # and [embed, experts], [experts, embed, mlp], [experts, mlp, embed]
+            *family.specs,  # and [embed, experts], [experts, embed, mlp], [experts, mlp, embed]
             (r'.+/router/router_weights/w/kernel', P(None, None)),
             (r'.+/expert/wi(_\d)?/kernel', on(P('model', 'fsdp', None), P('fsdp', None, 'model'))),
             (r'.+/expert/wo/kernel', on(P('model', None, 'fsdp'), P('fsdp', 'model', None))),
         ),
         split_in_use=on('', r'.+/mlp/expert/.+'),
         period=lambda c: c.options.sparse_step,
-        changes_dtype=True,
         losses=losses,
         flops=flops,
     )

@@ -4,7 +4,6 @@ Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 """
 
 import dataclasses
-import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import paths
 from checkpoint import Leaf
 from configs import base
 from configs.check import read_stored
+from families import lora
 from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
 from messages import Refused, first_ten, named
@@ -84,7 +84,7 @@ def open_model(
         config = own_model.complete(config)
         own_model.check_same(directory, config, 'leave the config out', may_be_plain=True)
     check_family(directory, config)
-    config = model.without_adapters(config)  # they are merged
+    config = lora.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
     compare(dict(model.shapes(config)), shapes, str(directory))
@@ -369,11 +369,11 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
     config = _config_beside(adapters.directory)
     assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
-    merged = model.merge_adapters(config, parameters, functools.partial(peft.MergedKernel, config))
+    merged = lora.merge(config, parameters, peft.MergedKernel)
     leaves = {'state/step': adapters.leaves['state/step']}
     for path, leaf in merged.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
-    return adapters._replace(leaves=leaves, config=model.without_adapters(config))
+    return adapters._replace(leaves=leaves, config=lora.without_adapters(config))
 
 
 def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:

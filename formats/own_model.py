@@ -1,65 +1,112 @@
-"""A model of one's own (model.module): a Python file that replaces parts of model.py.
+"""A model of one's own (model.module): Python files that replace parts of model.py.
 
-    def modules(default):
-        return dataclasses.replace(default, mlp=Mlp)
+    def modules(family):
+        return dataclasses.replace(family, parts=dataclasses.replace(family.parts, mlp=Mlp))
 
-`modules` gets T5's `model.Modules` and returns others. The settings of the model are a frozen dataclass
-`Options` in the same file. A family, a file of the package families, has the same form and is found by
-its name. A checkpoint records a user's file, without which its parameters have no meaning; no code is
-run from there.
+`modules` gets a `family.Family` and returns another: the first file gets T5's, each next one what the file before it
+returned, and LoRA comes last. The settings of a file are its frozen dataclass `Options`. A family, a file of the package
+families, has the same form and is found by its name. A checkpoint records users' files, without which its parameters
+have no meaning; no code is run from there.
 """
 
 import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-
-import jax
-import jax.numpy as jnp
+from typing import NamedTuple
 
 import families
 import model
-import partition
 import paths
 import user_code
 from configs import base, check
+from families import lora
+from family import Family, Options
 from formats import own_options
 from messages import Refused
-from model import Modules, T5Config
+from model import Parts, T5Config
 
-RECORD = 'own_model.py'  # the name of a user's file in a checkpoint
 EXAMPLE = 'examples/squared_relu/squared_relu.py'
+
+
+class Module(NamedTuple):
+    """A file that model.module names."""
+
+    code: ModuleType
+    name: str  # of a family, or the absolute path of a user's file
+    content: bytes  # of a user's file
 
 
 def load(settings: Mapping) -> T5Config:
     """Return the T5Config of the settings of config.model.
 
-    A user's file model.module is loaded; its path is absolute in the T5Config. Raises Refused for settings that are
-    invalid; an error of the file is raised as it is.
+    Users' files are loaded; their paths are absolute in the T5Config. Raises Refused for settings that are invalid;
+    an error of a file is raised as it is.
     """
-    if not settings['module']:
-        own_options.options_of(None, "model.module=''", settings.get('options') or {})
-        config = T5Config(**settings)
-        check_values(config)
-        return config
-    module, file, content = find(settings['module'])
-    if content:
-        settings = {**settings, 'module': file}
-    return config_of(module, file, content, settings)
+    modules = find(settings['module'])
+    module = ','.join(x.name for x in modules)
+    given = settings.get('options') or {}
+    options = own_options.options_of(declared_by(modules), f'model.module={module!r}', given)
+    settings = {**settings, 'module': module, 'options': options}
+    config = T5Config(**settings, own=family_of(modules, bool(settings.get('lora_rank'))))
+    check_values(config)
+    if modules:
+        # Errors of the files come before a run makes its folder.
+        model.shapes(config)
+        config.family.losses(config)
+    adapters = config.family.adapters
+    has_adapters = not adapters or config.lora_rank or model.adapter_paths(config)
+    assert has_adapters, f'{module}: adapters={adapters!r} is the full path of no parameter'
+    return config
 
 
-def find(name: str) -> tuple[ModuleType, str, bytes]:
-    """Return the loaded module that model.module names, its file and the content; b'' of a family."""
-    if is_family(name):
-        family = importlib.import_module(f'.{name}', families.__name__)
-        return family, str(family.__file__), b''
-    file = user_code.module_file('model.module', name)
-    content = file.read_bytes()
-    return user_code.load_module(file, content), str(file), content
+def names_of(module: str) -> list[str]:
+    return module.split(',') if module else []
+
+
+def find(module: str) -> tuple[Module, ...]:
+    """Return the loaded files that model.module names."""
+    modules = []
+    for name in names_of(module):
+        if is_family(name):
+            code = importlib.import_module(f'.{name}', families.__name__)
+            modules.append(Module(code, name, b''))
+        else:
+            file = user_code.module_file('model.module', name)
+            content = file.read_bytes()
+            modules.append(Module(user_code.load_module(file, content), str(file), content))
+    return tuple(modules)
+
+
+@functools.cache  # so equal options compare equal
+def declared_by(modules: tuple[Module, ...]) -> type[Options] | None:
+    """Return the class of the options of all files, which are one group; None for none."""
+    owners: dict[str, str] = {}
+    classes = []
+    for module in modules:
+        if hasattr(module.code, 'Options'):
+            classes.append(module.code.Options)
+            for field in dataclasses.fields(classes[-1]):
+                owner = owners.setdefault(field.name, module.name)
+                if owner != module.name:
+                    raise Refused(
+                        f'model.options.{field.name} is declared by {owner} and {module.name}: rename one'
+                    )
+    if len(classes) < 2:
+        return next(iter(classes), None)
+
+    def check_values(self):
+        for declared in classes:
+            getattr(declared, '__post_init__', lambda self: None)(self)
+
+    return dataclasses.make_dataclass(
+        'Options', (), bases=tuple(classes), frozen=True, namespace={'__post_init__': check_values}
+    )
 
 
 def is_family(name: str) -> bool:
@@ -67,28 +114,28 @@ def is_family(name: str) -> bool:
     return name.isidentifier() and bool(importlib.util.find_spec(f'.{name}', families.__name__))
 
 
-def config_of(module: ModuleType, file: str, content: bytes, settings: Mapping) -> T5Config:
-    """Return the T5Config of a module, whose parts are checked."""
-    own = modules_of(module, file, content)
-    declared = getattr(module, 'Options', None)
-    options = own_options.options_of(declared, file, settings.get('options') or {})
-    config = T5Config(**{**settings, 'options': options}, own=own)
-    check_values(config)
-    model.param_specs(config)  # each parameter has a row
-    has_adapters = not own.adapters or any(
-        re.fullmatch(own.adapters, x) for x in model.shapes(config)
-    )
-    assert has_adapters, f'{file}: adapters={own.adapters!r} matches the full path of no parameter'
-    unknown = own.losses(config).keys() - trace(config)
-    assert not unknown, (
-        f'{file}: losses(config) names {min(unknown)!r}, which no aux of a layer has'
-    )
-    return config
+@functools.cache  # so equal settings have equal families
+def family_of(modules: tuple[Module, ...], has_adapters: bool) -> Family[T5Config, Parts] | None:
+    """Return the family that model.module and LoRA make of T5; None for T5."""
+    if not modules and not has_adapters:
+        return None
+    family = model.T5
+    for module in modules:
+        make = getattr(module.code, 'modules', None)
+        if not callable(make) or 'family' not in inspect.signature(make).parameters:
+            raise Refused(f'{module.name} has no function modules(family): see {EXAMPLE}')
+        family = make(family)
+        assert isinstance(family, Family), f'{module.name}: modules returned {family!r:.60}'
+        hash(family)  # a TypeError names a field that has a dict where pairs belong
+    if has_adapters:
+        family = lora.modules(family)
+    files = tuple(module.content for module in modules if module.content)
+    return dataclasses.replace(family, files=files)
 
 
 def complete(config: T5Config) -> T5Config:
-    """Return a T5Config that a program made, checked, and with the modules of its `module`."""
-    if config.module and config.own is None:
+    """Return a T5Config that a program made, checked, and with the family of its `module`."""
+    if config.own is None:
         return load(as_settings(config))
     check_values(config)
     return config
@@ -106,7 +153,7 @@ def check_values(config: T5Config) -> None:
         is_encoder = name == 'num_decoder_layers' and value == 0
         if name != 'options' and not is_encoder:
             check.check_value(f'model.{name}', value)
-    known = [name for name, _ in config.modules.activations]
+    known = [name for name, _ in config.parts.activations]
     if not config.mlp_activations or not all(x in known for x in config.mlp_activations):
         raise Refused(f'model.mlp_activations={config.mlp_activations}: use {", ".join(known)}')
     try:
@@ -115,49 +162,12 @@ def check_values(config: T5Config) -> None:
         raise Refused(f'model.lora_targets={config.lora_targets!r}: {error}: correct it') from error
 
 
-@functools.cache
-def modules_of(module: ModuleType, file: str, content: bytes) -> Modules:
-    """Return what the function `modules` of a module returns. It is called once."""
-    make = getattr(module, 'modules', None)
-    if not callable(make):
-        raise Refused(f'{file} has no function modules(default): see {EXAMPLE}')
-    made = make(model.T5_MODULES)
-    assert isinstance(made, Modules), f'{file}: modules(default) returned {made!r:.60}'
-    hash(made)  # a TypeError names a field that has a dict where pairs belong
-    return dataclasses.replace(made, source=content)
-
-
-def trace(config: T5Config) -> set[str]:
-    """Return the names of the values that the layers of a model report.
-
-    Nothing is computed: what the layers do with a small batch is traced, so that it raises its errors.
-    """
-    # prepare.py checks what a scan needs, and names the setting.
-    config = dataclasses.replace(config, scan_layers=False)
-    batch = {'encoder_input_tokens': jnp.ones([2, 4], jnp.int32)}
-    for name in ('decoder_input_tokens', 'decoder_target_tokens'):
-        batch[name] = jnp.ones([2, 3], jnp.int32)
-
-    def aux(params, batch):
-        if config.num_decoder_layers == 0:
-            return model.apply(
-                lambda: model.encode(config, batch['encoder_input_tokens'])[2], params
-            )
-        return model.apply(lambda: model.logits(config, batch)[1], params)
-
-    params = {}
-    for path, shape in model.shapes(config).items():
-        params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    in_specs = (model.param_specs(config), partition.BATCH)
-    return set(jax.eval_shape(partition.one_device(aux, in_specs), params, batch))
-
-
-def describe_options(name: str) -> list[str]:
+def describe_options(module: str) -> list[str]:
     """Return the lines of --help about the options of model.module, with the help of their metadata."""
-    declared = getattr(find(name)[0], 'Options', None)
+    declared = declared_by(find(module))
     if declared is None:
         return []
-    lines = ['', f'Options of model.module={name}:']
+    lines = ['', f'Options of model.module={module}:']
     for field in dataclasses.fields(declared):
         default = getattr(declared(), field.name)
         lines.append(f'  --config.model.options.{field.name}={default!r}')
@@ -177,16 +187,31 @@ def as_settings(config: T5Config) -> dict:
     return settings
 
 
+def record_of(index: int) -> str:
+    """Return the name of a user's file in a checkpoint."""
+    return f'own_model_{index + 1}.py' if index else 'own_model.py'
+
+
 def files_of(config: T5Config) -> dict[str, bytes]:
-    """Return {name: content} of the file that a checkpoint of this model records, if there is one."""
-    return {RECORD: config.modules.source} if config.modules.source else {}
+    """Return {name: content} of the users' files that a checkpoint of this model records."""
+    return {record_of(i): content for i, content in enumerate(config.family.files)}
 
 
-def recorded(directory: paths.AnyPath) -> bytes:
-    """Return the file of the own model that a checkpoint was saved with; b'' if it had none."""
-    if not paths.is_file(directory / RECORD):
-        return b''
-    return paths.own_file(directory / RECORD).read_bytes()
+def recorded(directory: paths.AnyPath) -> list[bytes]:
+    """Return the users' files that a checkpoint was saved with, in their order."""
+    contents: list[bytes] = []
+    while paths.is_file(directory / record_of(len(contents))):
+        contents.append(paths.own_file(directory / record_of(len(contents))).read_bytes())
+    return contents
+
+
+def identity(module: str, contents: Sequence[bytes]) -> list[str | bytes]:
+    """Return what tells models apart: names of families, and in place of users' files their `contents`."""
+    files = list(contents)
+    found: list[str | bytes] = []
+    for name in names_of(module):
+        found.append(name if is_family(name) or not files else files.pop(0))
+    return [*found, *files]
 
 
 def check_same(
@@ -196,32 +221,42 @@ def check_same(
 
     `otherwise`: what to do to use another one.
     """
-    content = recorded(directory)
+    contents = recorded(directory)
     module = check.read_stored(directory).get('model', {}).get('module', '')
-    is_same = config.modules.source == content and (content or config.module == module)
-    if not is_same and not (may_be_plain and not content and not module):
-        saved = f'a copy of {directory / RECORD}' if content else repr(module)
+    saved = identity(module, contents)
+    if saved != identity(config.module, config.family.files) and (saved or not may_be_plain):
+        records = [str(directory / record_of(i)) for i in range(len(contents))]
         raise Refused(
-            f'model.module={config.module!r}: {directory} needs {saved}: set it, or {otherwise}'
+            f'model.module={config.module!r}: {directory} needs {", ".join([repr(module), *records])}: set it, or '
+            f'{otherwise}'
         )
 
 
 def module_of(directory: paths.AnyPath, module: str) -> str:
-    """Return model.module for a checkpoint whose run had `module`: a family, or where its file is now.
+    """Return model.module for a checkpoint whose run had `module`, with the files where they are now."""
+    names = names_of(module)
+    num_files = 0
+    for i, name in enumerate(names):
+        if not is_family(name):
+            names[i] = place_of(directory, record_of(num_files), name)
+            num_files += 1
+    return ','.join(names)
 
-    A file is looked for where it was, then by its name in the current folder. Its content must be the
-    recorded one. A file in the folder of the checkpoint or of its run may be a stranger's: it is never run.
+
+def place_of(directory: paths.AnyPath, record: str, name: str) -> str:
+    """Return where a user's file is now: where it was, `name`, or there by its name in the current folder.
+
+    Its content must be the recorded one. A file in the folder of the checkpoint or of its run may be a stranger's:
+    it is never run.
     """
-    content = recorded(directory)
-    if not content and (not module or is_family(module)):
-        return module
     run = directory.parent if directory.name.startswith('checkpoint_') else directory
-    now = Path.cwd() / Path(module).name
-    for file in (Path(module), now):
-        is_strangers = run.resolve() in file.resolve().parents
-        if content and file.is_file() and file.read_bytes() == content and not is_strangers:
-            return str(file)
-    remedy = f'look at {directory / RECORD}, and copy it to {now}'
-    if not content:
-        remedy = f'bring {directory / RECORD}'
-    raise Refused(f'model.module={module!r} is not here as it was: {remedy}')
+    now = Path.cwd() / Path(name).name
+    remedy = f'bring {directory / record}'
+    if paths.is_file(directory / record):
+        content = paths.own_file(directory / record).read_bytes()
+        for file in (Path(name), now):
+            is_strangers = run.resolve() in file.resolve().parents
+            if file.is_file() and file.read_bytes() == content and not is_strangers:
+                return str(file)
+        remedy = f'look at {directory / record}, and copy it to {now}'
+    raise Refused(f'model.module={name!r} is not here as it was: {remedy}')

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs import check, setting
+from family import Options
 from messages import Refused
-from model import Options, T5Config
+from model import T5Config
 
 # How absl reads the value of a flag that is true or false.
 BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}

@@ -24,6 +24,7 @@ import numpy as np
 import checkpoint
 import paths
 from checkpoint import Leaf
+from families import lora
 from formats import hugging_face
 from formats.hugging_face import SafetensorsEntry
 from formats.names import inverse, translate
@@ -82,7 +83,7 @@ class MergedKernel:
         """Return what model.Kernel computes with, float32."""
         leaves = (self.kernel, self.lora_a, self.lora_b)
         arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
-        kernel = self.config.modules.adapted_kernel(self.config, *arrays)
+        kernel = lora.adapted_kernel(self.config, *arrays)
         if self.magnitude is not None:  # Liu et al. 2024 (DoRA) §4.1
             magnitude = jnp.asarray(checkpoint.read_leaf(self.magnitude), jnp.float32)
             kernel = kernel * (magnitude / jnp.linalg.norm(kernel, axis=0))[None]

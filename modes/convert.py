@@ -12,9 +12,9 @@ from absl.flags import FlagValues
 
 import checkpoint
 import formats.open
-import model
 import paths
 from configs.check import read_stored
+from families import lora
 from formats import hugging_face, own_model, peft, write_hugging_face
 from formats.vocabulary import ADAPTER_CONFIG, find_vocabulary, kept_files, stored_data
 from messages import Refused, first_ten
@@ -84,7 +84,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
             kernels[path] = (leaf.lora_a, leaf.lora_b)
             config = leaf.config
     prompt = opened.leaves.get(f'target/{peft.PROMPT}')
-    kinds = model.ADAPTER if kernels else re.escape(peft.PROMPT)
+    kinds = lora.ADAPTER if kernels else re.escape(peft.PROMPT)
     trained = checkpoint.parameters(checkpoint.read_index(opened.directory))
     others = [path for path in trained if not re.fullmatch(kinds, path)]
     if others:

@@ -42,7 +42,6 @@ from ml_collections import ConfigDict
 
 import formats.open
 import infer
-import model
 import partition
 import paths
 import user_code
@@ -133,7 +132,8 @@ class Job:
         self.vocabulary = vocabulary_of_checkpoint(self.opened.directory, self.config.data)
         vocab_size = self.opened.config.vocab_size
         check_rows(self.vocabulary, self.opened.directory, vocab_size)
-        model.check_mesh(self.opened.config, partition.make_mesh(**self.config.mesh))
+        mesh = partition.make_mesh(**self.config.mesh)
+        self.opened.config.family.check_mesh(self.opened.config, mesh)
         settings = self.config.decode
         self.decoding = decoding_of(settings, self.vocabulary, vocab_size)
         if settings.top_k > vocab_size:

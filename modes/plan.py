@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import kernels
-import model
 import train
+from family import t5_flops
 from messages import Refused
 from modes import command_line, process
 from modes.collectives import Collective, collectives_of, executed
@@ -90,7 +90,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
 
     # What it computes and sends.
     flops = flops_of_step(spec)
-    whose = "T5's" if spec.model_config.modules.flops is model.flops else "the model's"
+    whose = "T5's" if spec.model_config.family.flops is t5_flops else "the model's"
     yield f'FLOPs of a step by {whose} formula: {flops:.4g}'
     try:
         program = step.as_text() or ''
@@ -120,7 +120,7 @@ def flops_of_step(spec: train.StepSpec) -> float:
     c = spec.model_config
     S = spec.feature_lengths['encoder_input_tokens']
     T = spec.feature_lengths['decoder_target_tokens']
-    return 3 * spec.batch_size * c.modules.flops(c, S, T)
+    return 3 * spec.batch_size * c.family.flops(c, S, T)
 
 
 def line_of_estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh) -> str:

@@ -20,6 +20,7 @@ import partition
 import paths
 from configs import base
 from configs.check import read_stored
+from families import lora
 from messages import Refused
 from model import T5Config
 from sources import NO_SPLIT
@@ -229,7 +230,7 @@ def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = (
 def check_adapters(config: T5Config) -> None:
     """Raise Refused if adapters are asked for and no kernel has one."""
     shapes = model.shapes(config)
-    if config.lora_rank and not any(re.fullmatch(model.ADAPTER, path) for path in shapes):
+    if config.lora_rank and not any(re.fullmatch(lora.ADAPTER, path) for path in shapes):
         kernel = next(path for path in shapes if path.endswith('/kernel'))
         raise Refused(
             f'model.lora_targets={config.lora_targets!r} matches the full path of no kernel: one is {kernel}'
@@ -238,7 +239,7 @@ def check_adapters(config: T5Config) -> None:
 
 def check_packing(config: T5Config, pack: str) -> None:
     """Raise Refused if rows are packed and the model reads a row as one example."""
-    if pack != 'no' and not config.modules.may_pack:
+    if pack != 'no' and not config.family.may_pack:
         raise Refused(f"data.pack={pack!r}: model.module={config.module!r} needs data.pack='no'")
 
 
@@ -246,7 +247,7 @@ def check_scan(config: T5Config) -> None:
     """Raise Refused if a scan over layers is asked for and its periods differ."""
     if not config.scan_layers:
         return
-    period = config.period
+    period = config.family.period(config)
     num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
     counts: collections.Counter[tuple[str, str, int]] = collections.Counter()
     for path in model.shapes(config):

@@ -141,7 +141,7 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     base = {}
     if model.adapter_paths(wanted.model_config):
         base = formats.open.describe_base(opened)
-        initial = wanted.model_config.modules.initial_adapters
+        initial = wanted.model_config.family.initial_adapters
         if initial is not None:
             read = lambda path: checkpoint.read_leaf(parameters[path])  # noqa: E731
             adapters = initial(wanted.model_config, read, vocabulary, config.seed)
@@ -177,10 +177,7 @@ def check_adapters(
     of_vocabulary = vocabulary_paths(wanted.model_config)
     has_new_rows = any(np.shape(leaf) != np.shape(index[path]) for path, leaf in leaves.items())
     if has_new_rows and of_vocabulary.difference(wanted.trained):
-        patterns = [wanted.model_config.modules.adapters, *sorted(of_vocabulary)]
-        if config.model.lora_rank:
-            patterns.append(model.ADAPTER)
-        trainable = '|'.join(filter(None, patterns))
+        trainable = '|'.join([wanted.model_config.family.adapters, *sorted(of_vocabulary)])
         raise Refused(
             f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows, '
             f'which adapters alone do not train: set optimizer.trainable={trainable!r}'

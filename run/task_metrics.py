@@ -17,11 +17,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import infer
-import model
 import partition
 import tasks.open
 import validation
 from configs import check
+from families import lora
 from formats import best
 from messages import Refused, first_ten
 from model import T5Config
@@ -63,7 +63,7 @@ class TaskMetrics(NamedTuple):
 
         Returns None if `stop`, see `EvaluatedTask.results`, ends the evaluation.
         """
-        self.t5.arrays = model.merge_adapters(self.model_config, params)
+        self.t5.arrays = lora.merge(self.model_config, params)
         found = self.task.results(self.t5, stop)
         self.t5.arrays = {}
         if found is None:

@@ -43,23 +43,10 @@ def without_spans_after(mask: np.ndarray, num_spans: int) -> np.ndarray:
 # Token functions.
 
 
-def noise_token_to_sentinel(
-    tokens: np.ndarray, mask: np.ndarray, sentinel_ids: np.ndarray
-) -> np.ndarray:
-    """Replace each token of noise by the first sentinel."""
-    return np.where(mask, sentinel_ids[0], tokens)
-
-
-def permute_noise_tokens(tokens: np.ndarray, mask: np.ndarray, *key: int | str) -> np.ndarray:
-    """Permute the tokens of noise of each row; the others stay where they are."""
+def permute_tokens(tokens: np.ndarray, *key: int | str) -> np.ndarray:
+    """Permute the tokens of each row."""
     bits = random_bits(tokens.shape, 'permute', tokens.shape[1], *key) >> 1
-    other = np.uint64(1 << 63)  # larger than all bits, so the noise comes first
-    order = np.argsort(np.where(mask, bits, other), axis=1, kind='stable')
-    # First those of the noise, in order, then the others.
-    places = np.argsort(~mask, axis=1, kind='stable')
-    permuted = tokens.copy()
-    np.put_along_axis(permuted, places, np.take_along_axis(tokens, order, axis=1), axis=1)
-    return permuted
+    return np.take_along_axis(tokens, np.argsort(bits, axis=1, kind='stable'), axis=1)
 
 
 def noise_token_to_random_token_or_sentinel(

@@ -3,22 +3,25 @@
 A metric is a function (targets, predictions) or (targets, scores): the names of its parameters say
 which of the two it takes. Bind further settings with functools.partial. Values are Python numbers
 in percent where nothing else is said. There is at least one example, and an output for each target (`paired`).
-Input that would give a wrong number raises an error; other wrong input raises what Python does. Source:
+Input that would give a wrong number raises an error; other wrong input raises what Python does. scikit-learn
+and SciPy are imported where they are used: each takes a second. Source:
 t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
 """
 
+import functools
 import itertools
 import math
-import numbers
 import operator
 import re
 import string
 import unicodedata
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from rapidfuzz.distance import Levenshtein
 from sacrebleu.metrics import BLEU
 
 from messages import Refused
@@ -323,7 +326,8 @@ def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: boo
         if lower:
             target = target.lower()
             prediction = prediction.lower()
-        distances.append(levenshtein(re.split(r'\W', target), re.split(r'\W', prediction)))
+        words = re.split(r'\W', target)
+        distances.append(Levenshtein.distance(words, re.split(r'\W', prediction)))
     return {
         'min_edit': min(distances),
         'max_edit': max(distances),
@@ -338,7 +342,7 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
 
     Both are sums over the corpus. Source: byt5/metrics.py.
     """
-    num_edits = sum(itertools.starmap(levenshtein, paired(targets, predictions)))
+    num_edits = sum(itertools.starmap(Levenshtein.distance, paired(targets, predictions)))
     return {'cer': num_edits / sum(map(len, targets))}
 
 
@@ -361,25 +365,11 @@ def phoneme_error(targets: Sequence[References], predictions: Sequence[str]) -> 
     num_phonemes = 0
     for references, prediction in paired(reference_lists(targets), predictions):
         phonemes = [reference.split() for reference in references]
-        distances = [levenshtein(reference, prediction.split()) for reference in phonemes]
+        distances = [Levenshtein.distance(x, prediction.split()) for x in phonemes]
         nearest = int(np.argmin(distances))
         num_edits += distances[nearest]
         num_phonemes += len(phonemes[nearest])
     return {'phoneme_error': 100 * num_edits / num_phonemes}
-
-
-def levenshtein(target: Sequence[str], prediction: Sequence[str]) -> int:
-    """Return the least number of insertions, deletions and substitutions of tokens."""
-    tokens = np.array(list(prediction), object)
-    positions = np.arange(len(tokens) + 1)
-    distances = positions  # from the first i tokens of the target to the first j of the prediction
-    for token in target:
-        substituted = distances[:-1] + (tokens != token)
-        deleted = distances + 1
-        best = np.append(deleted[0], np.minimum(substituted, deleted[1:]))
-        # An insertion costs 1 for each position that it moves to the right.
-        distances = np.minimum.accumulate(best - positions) + positions
-    return int(distances[-1])
 
 
 def span_f1(targets: Sequence[str], predictions: Sequence[str]) -> Values:
@@ -414,8 +404,11 @@ def tagged_spans(text: str) -> list[tuple[str, str]]:
 
 def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values:
     """Return {'accuracy'} of class ids or of texts."""
-    check_labels(targets, predictions)
-    is_equal = [x == y for x, y in paired(targets, predictions)]
+    is_equal = []
+    for target, prediction in paired(targets, predictions):
+        is_like = isinstance(target, str) == isinstance(prediction, str)
+        assert is_like, f'{target!r:.40} and {prediction!r:.40} are never equal'
+        is_equal.append(target == prediction)
     return {'accuracy': mean_percent(is_equal)}
 
 
@@ -427,12 +420,13 @@ def accuracy_of_references(targets: Sequence[References], predictions: Sequence[
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> Values:
     """Return {'f1'} of class 1. A prediction that is neither 0 nor 1 counts as the wrong class."""
-    classes, labels = as_numbers(targets, predictions)
+    from sklearn.metrics import f1_score
+
+    classes, labels = np.transpose(paired(targets, predictions))
     if not np.isin(classes, (0, 1)).all():
         raise Refused('a target of F1 is neither 0 nor 1: leave out such examples')
-    is_target = classes == 1
-    is_predicted = np.where(np.isin(labels, (0, 1)), labels == 1, ~is_target)
-    return {'f1': 100 * class_f1(is_target, is_predicted, np.ones(len(classes)))}
+    labels = np.where(np.isin(labels, (0, 1)), labels, 1 - classes)
+    return {'f1': 100 * float(f1_score(classes, labels, zero_division=0))}
 
 
 def multirc_f1_over_all_answers(
@@ -450,10 +444,12 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
     """
 
     def metric(targets: Sequence[int], predictions: Sequence[int]) -> Values:
-        classes = np.arange(num_classes)
-        is_target, is_predicted = as_numbers(targets, predictions)[..., None] == classes
-        weights = np.ones(len(targets))
-        return {f'mean_{num_classes}class_f1': mean_class_f1(is_target, is_predicted, weights)}
+        from sklearn.metrics import f1_score
+
+        paired(targets, predictions)
+        classes = range(num_classes)
+        f1 = f1_score(targets, predictions, labels=classes, average='macro', zero_division=0)
+        return {f'mean_{num_classes}class_f1': 100 * float(f1)}
 
     return metric
 
@@ -463,53 +459,10 @@ def matthews_corrcoef(targets: Sequence[object], predictions: Sequence[object]) 
 
     -1, for a text that names no class, is a class of its own. 0 where either side has one label.
     """
-    check_labels(targets, predictions)
-    labels, ids = np.unique([*targets, *predictions], return_inverse=True)
-    confusion = np.zeros((len(labels), len(labels)))
-    np.add.at(confusion, (ids[: len(targets)], ids[len(targets) :]), 1)
-    target_counts = confusion.sum(axis=1)
-    prediction_counts = confusion.sum(axis=0)
-    num_examples = len(targets)
-    covariance = num_examples * confusion.trace() - target_counts @ prediction_counts
-    target_variance = num_examples**2 - target_counts @ target_counts
-    prediction_variance = num_examples**2 - prediction_counts @ prediction_counts
-    if not target_variance or not prediction_variance:
-        return {'matthews_corrcoef': 0.0}
-    correlation = covariance / math.sqrt(target_variance * prediction_variance)
-    return {'matthews_corrcoef': 100 * float(correlation)}
+    from sklearn import metrics
 
-
-def areas_under_curves(is_positive: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> Values:
-    """Return {'auc-roc', 'auc-pr'}, from 0 to 1. A threshold takes all of equal scores at once."""
-    order = np.argsort(-scores)
-    is_last_of_equals = np.append(np.diff(scores[order]) != 0, True)
-    true_positives = np.cumsum((weights * is_positive)[order])[is_last_of_equals]
-    false_positives = np.cumsum((weights * ~is_positive)[order])[is_last_of_equals]
-    if not true_positives[-1]:
-        return {'auc-roc': math.nan, 'auc-pr': 0.0}
-    recall = np.append(0, true_positives / true_positives[-1])
-    precision = true_positives / np.maximum(true_positives + false_positives, 1e-300)
-    average_precision = float(np.diff(recall) @ precision)
-    if not false_positives[-1]:
-        return {'auc-roc': math.nan, 'auc-pr': average_precision}
-    false_positive_rate = np.append(0, false_positives / false_positives[-1])
-    area = float(np.trapezoid(recall, false_positive_rate))
-    return {'auc-roc': area, 'auc-pr': average_precision}
-
-
-def class_f1(is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray) -> float:
-    """Return the F1 of a class, from 0 to 1. All arrays are [examples]."""
-    return f_measure(
-        num_common=weights @ (is_target & is_predicted),
-        num_targets=weights @ is_target,
-        num_predictions=weights @ is_predicted,
-    )
-
-
-def mean_class_f1(is_target: np.ndarray, is_predicted: np.ndarray, weights: np.ndarray) -> float:
-    """Return the mean F1 over classes in percent. Arrays are [examples, classes]."""
-    columns = zip(is_target.T, is_predicted.T, strict=True)
-    return mean_percent([class_f1(target, predicted, weights) for target, predicted in columns])
+    paired(targets, predictions)
+    return {'matthews_corrcoef': 100 * float(metrics.matthews_corrcoef(targets, predictions))}
 
 
 # Regression.
@@ -517,27 +470,23 @@ def mean_class_f1(is_target: np.ndarray, is_predicted: np.ndarray, weights: np.n
 
 def pearson_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
     """Return {'pearson_corrcoef'}, nan where either side is constant."""
-    return {'pearson_corrcoef': correlation_percent(*as_numbers(targets, predictions))}
+    return {'pearson_corrcoef': correlation_percent(targets, predictions)}
 
 
 def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
     """Return {'spearman_corrcoef'}, nan where either side is constant."""
-    x, y = as_numbers(targets, predictions)
-    return {'spearman_corrcoef': correlation_percent(ranks(x), ranks(y))}
+    from scipy.stats import rankdata
+
+    ranks = correlation_percent(rankdata(targets), rankdata(predictions))
+    return {'spearman_corrcoef': ranks}
 
 
-def correlation_percent(x: np.ndarray, y: np.ndarray) -> float:
+def correlation_percent(targets: Sequence[float], predictions: Sequence[float]) -> float:
     """Return 100 times Pearson's correlation."""
+    x, y = np.transpose(paired(targets, predictions))
     if np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
     return 100 * float(np.corrcoef(x, y)[0, 1])
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """Return the ranks from 1; equal values have the mean of theirs."""
-    _, ids, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last_ranks = counts.cumsum()
-    return (last_ranks - (counts - 1) / 2)[ids]
 
 
 # Groups of examples.
@@ -592,7 +541,8 @@ def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Itera
 class Choice(NamedTuple):
     """One of the choices of an example, and its score."""
 
-    idx: tuple[int, int]  # (example, choice)
+    example: int
+    choice: int
     is_correct: bool
     weight: float  # the example's
     score: float
@@ -611,28 +561,28 @@ def rank_classification(
     more than 2 give 'mean_3class_f1', too, and 2 give 'f1', 'auc-roc' and 'auc-pr' of choice 1, in
     percent; but not where an example has several correct choices.
     """
-    found: dict[tuple[int, int], Choice] = {}
+    choices = []
     for target, score in paired(targets, scores):
         (example, choice), is_correct, weight, length = target
-        idx = (int(example), int(choice))
         if math.isnan(score):
-            raise Refused(f'the score of choice {idx} is nan: check the parameters of the model')
-        assert idx not in found, (
-            f'two targets have idx {idx}: number the examples of a split from 0'
-        )
+            raise Refused(
+                f'the score of choice {choice} of example {example} is nan: check the model'
+            )
         if normalize_by_target_length:
             score = score / length
-        found[idx] = Choice(idx, bool(is_correct), float(weight), float(score))
-    choices = [found[idx] for idx in sorted(found)]
+        choices.append(Choice(int(example), int(choice), bool(is_correct), float(weight), score))
+    choices.sort()
+    for before, after in itertools.pairwise(choices):
+        assert before[:2] != after[:2], f'two targets have idx {after[:2]}: number all examples'
     if num_classes is None:
         num_correct = 0.0
         total = 0.0
-        for _, group in itertools.groupby(choices, key=lambda choice: choice.idx[0]):
-            best = max(group, key=lambda choice: choice.score)  # the first of equal scores
+        for _, group in itertools.groupby(choices, key=operator.attrgetter('example')):
+            best = max(group, key=operator.attrgetter('score'))  # the first of equal scores
             num_correct += best.weight * best.is_correct
             total += best.weight
         return {'accuracy': 100 * num_correct / total}
-    for example, count in Counter(choice.idx[0] for choice in choices).items():
+    for example, count in Counter(choice.example for choice in choices).items():
         if count != num_classes:
             raise Refused(f'example {example} has {count} choices, not num_classes={num_classes}')
     return fixed_choice_metrics(choices, num_classes)
@@ -640,6 +590,8 @@ def rank_classification(
 
 def fixed_choice_metrics(choices: list[Choice], num_classes: int) -> Values:
     """Return the metrics of examples that have `num_classes` choices each. Scores are float32."""
+    from sklearn import metrics
+
     scores = np.array([choice.score for choice in choices], np.float32).reshape(-1, num_classes)
     is_correct = np.array([choice.is_correct for choice in choices]).reshape(-1, num_classes)
     weights = np.array([choice.weight for choice in choices])[::num_classes]
@@ -649,14 +601,18 @@ def fixed_choice_metrics(choices: list[Choice], num_classes: int) -> Values:
         return {'accuracy': 100 * float(np.average(is_right, weights=weights))}
     is_right = (is_correct == is_best).all(axis=1)
     values = {'accuracy': 100 * float(np.average(is_right, weights=weights))}
+    f1_score = functools.partial(metrics.f1_score, sample_weight=weights, zero_division=0)
     if num_classes > 2:
-        values[f'mean_{num_classes}class_f1'] = mean_class_f1(is_correct, is_best, weights)
-        return values
-    values['f1'] = 100 * class_f1(is_correct[:, 1], is_best[:, 1], weights)
+        f1 = f1_score(is_correct, is_best, average='macro')
+        return values | {f'mean_{num_classes}class_f1': 100 * float(f1)}
+    values['f1'] = 100 * float(f1_score(is_correct[:, 1], is_best[:, 1]))
     exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
     probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
-    areas = areas_under_curves(is_correct[:, 1], probabilities[:, 1], weights)
-    return values | {name: 100 * area for name, area in areas.items()}
+    of_choice_1 = (is_correct[:, 1], probabilities[:, 1])
+    with warnings.catch_warnings(action='ignore'):  # where a class does not occur: nan, or 0
+        area = metrics.roc_auc_score(*of_choice_1, sample_weight=weights)
+        precision = metrics.average_precision_score(*of_choice_1, sample_weight=weights)
+    return values | {'auc-roc': 100 * float(area), 'auc-pr': 100 * float(precision)}
 
 
 # What the metrics share.
@@ -687,21 +643,6 @@ def mean_percent(values: Sequence[float] | np.ndarray) -> float:
 def reference_lists(targets: Sequence[References]) -> list[Sequence[str]]:
     """Return the references of each target; a text is its only one."""
     return [[target] if isinstance(target, str) else target for target in targets]
-
-
-def check_labels(targets: Sequence[object], predictions: Sequence[object]) -> None:
-    """Raise an error unless all are texts, or all are numbers."""
-    labels = itertools.chain(*paired(targets, predictions))
-    if not all(isinstance(label, str) for label in labels):
-        as_numbers(targets, predictions)
-
-
-def as_numbers(targets: Sequence[object], predictions: Sequence[object]) -> np.ndarray:
-    """Return targets and predictions as float64 [2, examples]."""
-    for value in itertools.chain(*paired(targets, predictions)):
-        is_number = isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
-        assert is_number, f'{value!r:.40} is not a finite number'
-    return np.array([targets, predictions], np.float64)
 
 
 def paired(targets: Sequence, outputs: Sequence) -> list[tuple]:

@@ -12,14 +12,12 @@ from ml_collections import ConfigDict
 
 from configs import check
 from data import Objective
-from messages import Refused, noting
+from messages import Refused, named, noting
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
 from tasks.objectives import OBJECTIVES, OwnObjective
 from tasks.preprocessors import Example, Fields, text_of
 from vocabulary import Vocabulary
-
-MAX_NAME_BYTES = 200  # leaves room for more words in a file's name
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
@@ -67,18 +65,11 @@ class Task:
 
     def __post_init__(self):
         check_name(self.name)
-        try:
-            for setting in (field.name for field in dataclasses.fields(self)):
-                if f'data.{setting}' in check.declared():
-                    check.check_value(f'data.{setting}', getattr(self, setting))
-            templates = self.templates
-        except Refused as error:  # the traceback has the line of the Python file
-            raise ValueError(f'task {self.name!r}: {error}') from None
-        is_known = isinstance(self.objective, type) or self.objective in OBJECTIVES
-        assert is_known, (
-            f'objective={self.objective!r}: use a class, or one of {", ".join(OBJECTIVES)}'
-        )
-        has_two = templates and self.preprocess_fn is not None
+        with named(f'task {self.name!r}'):
+            for field in dataclasses.fields(self):
+                if f'data.{field.name}' in check.declared():
+                    check.check_value(f'data.{field.name}', getattr(self, field.name))
+            has_two = self.templates and self.preprocess_fn is not None
         assert not has_two, f'task {self.name!r} has preprocess_fn and targets: leave one out'
         # A metric with other arguments raises Python's TypeError here, not at the first evaluation.
         with noting(f'task {self.name}'):
@@ -158,11 +149,9 @@ class Task:
 
 
 def check_name(name: str) -> None:
-    """Assert that a file can have the name of a task or mixture. A colon in it is a folder."""
-    is_plain = name.isprintable() and name == name.strip() and not set(name) & set('/\\,')
-    has_parts = all(part and not part.startswith('.') for part in name.split(':'))
-    is_file_name = is_plain and has_parts and len(name.encode()) <= MAX_NAME_BYTES
-    assert is_file_name, f'name={name!r:.60}: must be the name of a file, without / \\ and commas'
+    """Assert that a file and a setting can have the name of a task or mixture."""
+    is_plain = name and name.isprintable() and not set(name) & set('/\\,')
+    assert is_plain, f'name={name!r:.60}: must be the name of a file, without / \\ and commas'
 
 
 def settings_of_a_row(config: ConfigDict) -> dict[str, str]:

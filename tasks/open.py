@@ -18,11 +18,10 @@ from sources import NO_SPLIT
 from sources.templates import templates_of
 from stream import OpenMixture, OpenTask
 from tasks import metrics
-from tasks.mixtures import MetricFn, Mixture, PreprocessFn, Task, settings_of_a_row
+from tasks.mixtures import MetricFn, Mixture, Task, settings_of_a_row
 from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
-from tasks.preprocessors import Example, Fields
-from tasks.t5 import REFUSED, table
+from tasks.t5 import table
 
 RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
 TEXTS = ('targets', 'inputs', 'references', 'metrics')
@@ -31,8 +30,6 @@ TEXTS = ('targets', 'inputs', 'references', 'metrics')
 def find(config: ConfigDict) -> Task | Mixture:
     """Return the task or mixture that config.data names, with the settings in its rows."""
     name = config.task
-    if name in REFUSED:
-        raise Refused(f'data.task={name!r} {REFUSED[name]}')
     is_cached = functools.partial(sources.open.find_cache, config)
     texts = {setting: config[setting] for setting in TEXTS if config[setting]}
     if texts and name == 'span_corruption':  # the default
@@ -81,8 +78,6 @@ def configured(row: str | Task | Mixture, config: ConfigDict) -> Task | Mixture:
     if row.train_split == NO_SPLIT:
         changes.pop('train_split', None)
     is_ours = row is table().get(row.name)
-    if is_ours and row.preprocess_fn is not None:
-        changes['preprocess_fn'] = functools.partial(with_all_fields, row.preprocess_fn)
     if config.files or config.validation_files or config.tfds:  # replace all records of the row
         for name in ('files', 'validation_files', 'tfds'):
             changes[name] = config[name]
@@ -108,14 +103,6 @@ def configured(row: str | Task | Mixture, config: ConfigDict) -> Task | Mixture:
     return changed
 
 
-def with_all_fields(preprocess_fn: PreprocessFn, fields: Fields) -> list[Example]:
-    """Return the examples of a record of T5's data sets, whose fields a user's file may lack."""
-    try:
-        return list(preprocess_fn(fields))
-    except KeyError as error:
-        raise Refused(f'it has no field {error}, only {", ".join(map(repr, fields))}') from error
-
-
 def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
     """Return config.data for a task. What it says of the records of data.task is not of others."""
     if name == config.task:
@@ -136,16 +123,13 @@ def metrics_of(names: str) -> list[MetricFn]:
                 known = ', '.join(TEXT_METRICS)
                 raise Refused(f'use some of {known}, each once, as bleu:zh and rouge:zh')
             found[name] = TEXT_METRICS[name]
-            if not colon:
-                continue
-            if tokenizer not in BLEU.TOKENIZERS:
-                known = ', '.join(BLEU.TOKENIZERS)
-                raise Refused(f'{tokenizer!r} is no tokenizer: use one of {known}')
-            try:
-                BLEU(tokenize=tokenizer)
-            except (RuntimeError, OSError) as error:  # its packages or its model are missing
-                raise Refused(' '.join(str(error).split())) from error
-            found[name] = functools.partial(found[name], tokenizer=tokenizer)
+            if colon:
+                try:
+                    BLEU(tokenize=tokenizer)
+                except (KeyError, RuntimeError, OSError) as error:  # also without its packages
+                    reason = ' '.join(str(error).split())
+                    raise Refused(f'{reason}: use one of {", ".join(BLEU.TOKENIZERS)}') from error
+                found[name] = functools.partial(found[name], tokenizer=tokenizer)
     return list(found.values())
 
 
@@ -234,18 +218,14 @@ def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
 
 
 def open_task(task: Task, config: ConfigDict) -> OpenTask:
-    """Open the source of a task. A refusal names the task, where its data set is missing."""
+    """Open the source of a task."""
     if task.cache and sources.open.find_cache(config, task.name) is None:
         where = f'data.cache_dirs={config.cache_dirs!r} (data.use_cached={config.use_cached!r})'
         raise Refused(f'data.task={task.name!r} has no cache in {where}: copy {task.cache} there')
-    try:
+    with named(f'data.task={task.name!r}'):
         source = sources.open.open_source(
             task.settings(config),
             whole_records=task.preprocess_fn is not None,
             test_split=task.test_split,
         )
-    except Refused as error:
-        if task.tfds and task.tfds != config.tfds:  # the settings do not name it
-            raise Refused(f'data.task={task.name!r}: {error}') from None
-        raise
     return OpenTask(task, source)

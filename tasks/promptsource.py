@@ -30,7 +30,7 @@ import paths
 from messages import Refused
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
-from tasks.mixtures import PreprocessFn, Task, check_name
+from tasks.mixtures import PreprocessFn, Task
 from tasks.preprocessors import Example, Fields
 
 SEPARATOR = '|||'  # between inputs and targets, and between choices
@@ -39,16 +39,9 @@ MAX_CHARACTERS = 2048  # a longer value is cut in a template
 NO_LABEL = '<NO LABEL>'  # replaces empty targets
 
 
-def draw(name: str, values: object) -> str:
-    raise jinja2.TemplateRuntimeError(
-        f'{name} draws at random, another text each time: remove it, or read the texts of P3'
-    )
-
-
 ENVIRONMENT = jinja2.sandbox.SandboxedEnvironment()
 ENVIRONMENT.globals['zip'] = zip
-ENVIRONMENT.filters['choice'] = functools.partial(draw, 'choice')
-ENVIRONMENT.filters['random'] = functools.partial(draw, 'random')
+del ENVIRONMENT.filters['random']  # and promptsource's `choice`: another text each time
 
 
 def tasks(
@@ -63,16 +56,11 @@ def tasks(
     of a record to those of the templates.
     """
     content = read_templates(templates_file)
-    try:
-        dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
-        templates = [Template(entry, templates_file) for entry in content['templates'].values()]
-        prompts = [prompt_of(dataset, template) for template in templates]
-        for template in templates:
-            check_name(tasks_t0.task_name(dataset, template.name))
-    except (AssertionError, AttributeError, LookupError, TypeError, jinja2.TemplateError) as error:
-        raise Refused(f'{templates_file} is damaged ({error!r}): copy it again') from error
+    dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
     found = []
-    for template, prompt in zip(templates, prompts, strict=True):
+    for entry in content['templates'].values():
+        template = Template(entry, templates_file)
+        prompt = prompt_of(dataset, template)
         name = tasks_t0.task_name(dataset, template.name)
         task = dataclasses.replace(
             tasks_t0.text_task(prompt, name),
@@ -98,11 +86,7 @@ def tasks(
 
 def read_templates(file: str) -> Example:
     """Return what a file of templates holds."""
-    path = paths.disk_path(file)
-    try:
-        return yaml.load(path.read_text(encoding='utf-8'), Loader=TemplateLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: its bytes, a date
-        raise Refused(f'{file} is damaged ({error}): copy it again') from error
+    return yaml.load(paths.disk_path(file).read_text(encoding='utf-8'), Loader=TemplateLoader)
 
 
 class TemplateLoader(yaml.SafeLoader):
@@ -138,7 +122,7 @@ class Template:
         self.file = file
         self.name: str = entry['name']
         self.metadata: Fields = entry['metadata']
-        self.jinja = ''.join(entry['jinja'])  # a TypeError for what is no text
+        self.jinja: str = entry['jinja']
         self.choices_jinja: str | None = entry['answer_choices']
 
     @functools.cached_property
@@ -166,7 +150,7 @@ class Template:
         try:
             choices = self.choices(fields)
             return split(self.compiled.render(**protected(fields), answer_choices=choices))
-        except jinja2.TemplateError as error:  # also if it draws
+        except jinja2.TemplateError as error:
             raise Refused(f'{self.file}: template {self.name!r} cannot be used: {error}') from error
 
     def examples(self, fields: Fields) -> list[Example]:

@@ -48,16 +48,6 @@ MAX_EXAMPLES = 500_000  # a larger data set counts as this many, all its prompts
 ANLI_ROUNDS = ('_r1', '_r2', '_r3')
 
 
-class DataSet(NamedTuple):
-    """A row of t0_datasets.csv."""
-
-    train_size: int  # 0 if no model is trained on it
-    trained_by: str
-    evaluated_by: str
-    is_in_p3: bool
-    is_validated: bool
-
-
 class Prompt(NamedTuple):
     """A row of t0_prompts.csv."""
 
@@ -100,7 +90,7 @@ def mixtures() -> list[Task | Mixture]:
     training = trained_by('T0')
     original = [prompt for prompt in training if prompt.is_original_task]
     first_original = {prompt.dataset: prompt for prompt in reversed(original)}
-    validated = [prompt for prompt in original if data_sets()[prompt.dataset].is_validated]
+    validated = [prompt for prompt in original if data_sets()[prompt.dataset]['validated'] == 'yes']
     evaluated = [prompt for prompt in evaluated_by('T0') if prompt.is_original_task]
     return [
         training_mixture('t0_train', training),
@@ -116,12 +106,12 @@ def mixtures() -> list[Task | Mixture]:
 
 def trained_by(*models: str) -> list[Prompt]:
     """Return the prompts of the data sets that these models are the first to be trained on."""
-    return [prompt for prompt in prompts() if data_sets()[prompt.dataset].trained_by in models]
+    return [prompt for prompt in prompts() if data_sets()[prompt.dataset]['trained_by'] in models]
 
 
 def evaluated_by(group: str) -> list[Prompt]:
     """Return the prompts of the data sets of an evaluation."""
-    return [prompt for prompt in prompts() if data_sets()[prompt.dataset].evaluated_by == group]
+    return [prompt for prompt in prompts() if data_sets()[prompt.dataset]['evaluated_by'] == group]
 
 
 def training_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
@@ -129,7 +119,7 @@ def training_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
     num_prompts = collections.Counter(prompt.dataset for prompt in prompts())
     rates: dict[str | Task | Mixture, Rate] = {}
     for prompt in members:
-        rate = data_sets()[prompt.dataset].train_size
+        rate = int(data_sets()[prompt.dataset]['train_size'])
         if rate > MAX_EXAMPLES:  # its prompts share the limit; a smaller one counts whole for each
             rate = MAX_EXAMPLES // num_prompts[prompt.dataset]
         rates |= dict.fromkeys(prompt.task_names, rate)
@@ -184,7 +174,9 @@ def cache_of(prompt: Prompt, name: str) -> str:
     """Return where the cache of a task comes from."""
     is_ranked = name.endswith('_score_eval')
     data_set = data_sets().get(prompt.dataset)  # None for a user's templates
-    if data_set is None or not data_set.is_in_p3 or (is_ranked and data_set.evaluated_by != 'T0'):
+    if data_set is None or data_set['in_p3'] != 'yes':
+        return USERS_COPY
+    if is_ranked and data_set['evaluated_by'] != 'T0':
         return USERS_COPY
     return P3.format(name)
 
@@ -211,18 +203,9 @@ def prompts() -> list[Prompt]:
 
 
 @functools.cache
-def data_sets() -> dict[str, DataSet]:
+def data_sets() -> dict[str, dict[str, str]]:
     """Return {name: row} of t0_datasets.csv."""
-    found = {}
-    for row in rows_of('t0_datasets.csv'):
-        found[row['dataset']] = DataSet(
-            train_size=int(row['train_size'] or 0),
-            trained_by=row['trained_by'],
-            evaluated_by=row['evaluated_by'],
-            is_in_p3=row['in_p3'] == 'yes',
-            is_validated=row['validated'] == 'yes',
-        )
-    return found
+    return {row['dataset']: row for row in rows_of('t0_datasets.csv')}
 
 
 def rows_of(name: str) -> list[dict[str, str]]:

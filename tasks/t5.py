@@ -1,4 +1,4 @@
-"""Every task and mixture of T5 by name.
+"""Every task and mixture of T5 by name, but for one of decoder-only models.
 
     python main.py --mode=tasks                              lists them
     python main.py --mode=tasks glue_v002_proportional       prints a mixture: its tasks, rates and sources
@@ -44,15 +44,6 @@ def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
     return Task(name, tfds=tfds, objective=objective)
 
 
-# Tasks whose records can be read, but that no model here can be trained on.
-REFUSED = {
-    'c4_prefix_lm_objective_decoder_architecture': (
-        'is for decoder-only models, and all models here have an encoder: use '
-        "'c4_prefix_lm_objective_encoder_decoder_architecture'"
-    ),
-}
-
-
 # From texts to texts. The splits of a row are those of T5: of its data set, or slices of them.
 
 
@@ -70,11 +61,13 @@ def glue(
     metric_fns: Sequence[MetricFn] = ACCURACY,
     splits: Splits = ALL_SPLITS,
     prefix: str = '',
+    task: str = 'glue_{}_v002',
+    tfds: str = 'glue/{}:1.0.0',
 ) -> Task:
     """Return a row of GLUE. `prefix`: of the inputs, '' for the name."""
     return supervised(
-        f'glue_{name}_v002',
-        f'glue/{name}:1.0.0',
+        task.format(name),
+        tfds.format(name),
         functools.partial(
             preprocessors.glue,
             benchmark_name=prefix or name,
@@ -87,19 +80,14 @@ def glue(
     )
 
 
-def super_glue(task: Task) -> Task:
-    """Return a row of `glue` as one of SuperGLUE."""
-    name = task.name.removeprefix('glue_').removesuffix('_v002')
-    return dataclasses.replace(
-        task, name=f'super_glue_{name}_v102', tfds=f'super_glue/{name}:1.0.2'
-    )
-
+super_glue = functools.partial(glue, task='super_glue_{}_v102', tfds='super_glue/{}:1.0.2')
 
 SENTENCES = ['sentence1', 'sentence2']
 PREMISE = ['hypothesis', 'premise']  # in this order
 NLI = ['entailment', 'neutral', 'contradiction']
 ENTAILMENT = ['entailment', 'not_entailment']
 BOOLEAN = ['False', 'True']
+CHOICES = ['choice1', 'choice2']
 
 
 def glue_tasks() -> list[Task]:
@@ -128,18 +116,14 @@ def glue_tasks() -> list[Task]:
 
 def super_glue_tasks() -> list[Task]:
     return [
-        super_glue(glue('boolq', ['passage', 'question'], BOOLEAN)),
+        super_glue('boolq', ['passage', 'question'], BOOLEAN),
         super_glue(
-            glue(
-                'cb',
-                PREMISE,
-                ['entailment', 'contradiction', 'neutral'],
-                [metrics.mean_multiclass_f1(num_classes=3), metrics.accuracy],
-            )
+            'cb',
+            PREMISE,
+            ['entailment', 'contradiction', 'neutral'],
+            [metrics.mean_multiclass_f1(num_classes=3), metrics.accuracy],
         ),
-        super_glue(
-            glue('copa', ['choice1', 'choice2', 'premise', 'question'], ['choice1', 'choice2'])
-        ),
+        super_glue('copa', [*CHOICES, 'premise', 'question'], CHOICES),
         supervised(
             'super_glue_multirc_v102',
             'super_glue/multirc:1.0.2',
@@ -154,8 +138,8 @@ def super_glue_tasks() -> list[Task]:
             [metrics.deduplicate_metric(metrics.squad)],
             postprocessors.record,
         ),
-        super_glue(glue('rte', PREMISE, ENTAILMENT)),
-        super_glue(glue('wic', [*SENTENCES, 'word'], BOOLEAN)),
+        super_glue('rte', PREMISE, ENTAILMENT),
+        super_glue('wic', [*SENTENCES, 'word'], BOOLEAN),
         supervised(
             'super_glue_axb_v102',
             'super_glue/axb:1.0.2',
@@ -164,7 +148,7 @@ def super_glue_tasks() -> list[Task]:
             functools.partial(postprocessors.string_label_to_class_id, label_classes=ENTAILMENT),
             ONLY_TEST,
         ),
-        super_glue(glue('axg', PREMISE, ENTAILMENT, NO_METRICS, ONLY_TEST, prefix='rte')),
+        super_glue('axg', PREMISE, ENTAILMENT, NO_METRICS, ONLY_TEST, prefix='rte'),
     ]
 
 
@@ -252,26 +236,22 @@ def translation(name: str, tfds: str, target_language: str) -> Task:
 
 # Closed-book question answering: rows of questions that have several right answers.
 
+questions = functools.partial(
+    supervised, metric_fns=[metrics.squad], postprocess_fn=postprocessors.qa
+)
 natural_questions = functools.partial(
-    supervised,
+    questions,
     tfds='natural_questions_open:1.0.0',
     preprocess_fn=preprocessors.natural_questions_open,
-    metric_fns=[metrics.squad],
-    postprocess_fn=postprocessors.qa,
 )
 web_questions = functools.partial(
-    supervised,
-    tfds='web_questions:1.0.0',
-    preprocess_fn=preprocessors.web_questions_open,
-    metric_fns=[metrics.squad],
-    postprocess_fn=postprocessors.qa,
+    questions, tfds='web_questions:1.0.0', preprocess_fn=preprocessors.web_questions_open
 )
 trivia_qa = functools.partial(
-    supervised,
+    questions,
     tfds='trivia_qa/unfiltered.nocontext:1.1.0',
     preprocess_fn=preprocessors.trivia_qa_open,
     metric_fns=[metrics.trivia_qa],
-    postprocess_fn=postprocessors.qa,
 )
 annotated_questions = functools.partial(
     supervised,
@@ -405,7 +385,6 @@ def groups() -> dict[str, list[Task] | list[Mixture]]:
                 'c4/en:2.2.0',
                 'pack_prefix_lm_encoder_decoder',
             ),
-            documents('c4_prefix_lm_objective_decoder_architecture', 'c4/en:2.2.0', 'prefix_lm'),
             documents('c4_v020_unsupervised', 'c4/en:2.2.0'),
             documents('c4_noclean_v020_unsupervised', 'c4/en.noclean:2.2.0'),
             documents('c4_realnewslike_v020_unsupervised', 'c4/en.realnewslike:2.2.0'),

@@ -28,8 +28,8 @@ import model
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b=None):
-        y_bTD, aux = super().__call__(x_bTD, rows_b)
+    def __call__(self, x_bTD, rows_b, mask):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
         activity_b = jnp.square(y_bTD.astype(jnp.float32)).mean(axis=(1, 2))
         aux = {{**aux, 'activity': activity_b}}
         if self.module_name == 'decoder/layers_0/mlp':
@@ -37,9 +37,10 @@ class Mlp(model.Mlp):
         return y_bTD, aux
 
 
-def modules(default):
+def modules(family):
     losses = lambda config: {{'activity': {COEFFICIENT}}}
-    return dataclasses.replace(default, mlp=Mlp, losses=losses)
+    parts = dataclasses.replace(family.parts, mlp=Mlp)
+    return dataclasses.replace(family, parts=parts, losses=losses)
 """
 
 
@@ -87,7 +88,7 @@ def activity_by_hand(config, params, batch):
     def outputs(params, batch):
         found.clear()
         with hk.intercept_methods(spy):
-            model.apply(lambda: model.logits(config, batch), params)
+            model.apply(model.logits, params, config, batch)
         return list(found)
 
     specs = (model.param_specs(config), partition.BATCH)
@@ -165,8 +166,8 @@ class Attention(model.Attention):
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b=None):
-        y_bTD, aux = super().__call__(x_bTD, rows_b)
+    def __call__(self, x_bTD, rows_b, mask):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
         return y_bTD, {**aux, 'activity': jnp.square(y_bTD.astype(jnp.float32)).mean(axis=(1, 2))}
 
 
@@ -176,15 +177,16 @@ class DecoderLayer(model.DecoderLayer):
         return (x_bTD + y_bTD) / 2, cache, aux
 
 
-def modules(default):
-    return dataclasses.replace(
-        default,
-        activations=(*default.activations, ('cube', lambda x: jax.nn.relu(x) ** 3)),
+def modules(family):
+    parts = dataclasses.replace(
+        family.parts,
+        activations=(*family.parts.activations, ('cube', lambda x: jax.nn.relu(x) ** 3)),
         attention=Attention,
         decoder_layer=DecoderLayer,
         mlp=Mlp,
-        losses=lambda config: {'activity': config.options.penalty},
     )
+    losses = lambda config: {'activity': config.options.penalty}
+    return dataclasses.replace(family, parts=parts, losses=losses)
 """
 
 

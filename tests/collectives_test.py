@@ -130,7 +130,7 @@ def programs(file):
         asked['temperature_b'] = np.ones(8, np.float32)
         for decoding in decodings:
             f = sharded(
-                functools.partial(programs.answers, spec.model_config, decoding),
+                functools.partial(programs.answers, spec.model_config, decoding, 1),
                 spec.model_config,
                 spec.mesh,
             )

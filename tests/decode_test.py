@@ -44,7 +44,7 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
         start = lambda: model.start_decoding(config, inputs_bM, prompt_bT.shape[1])  # noqa: E731
 
         def step(tokens_b, cache):
-            return model.apply(lambda: model.decode_step(config, tokens_b, cache), params)
+            return model.apply(model.decode_step, params, config, tokens_b, cache)
 
         lengths_b = jnp.full_like(prompt_bT[:, 0], prompt_bT.shape[1])
         cache = model.apply(start, params)
@@ -404,7 +404,7 @@ def long_batch():
 
 
 def device_logits(config):
-    return lambda params, batch: model.apply(lambda: model.logits(config, batch)[0], params)
+    return lambda params, batch: model.apply(model.logits, params, config, batch)[0]
 
 
 @functools.cache

@@ -53,10 +53,9 @@ def backward(factor_b, gradient_bTv):
 scale_gradient.defvjp(forward, backward)
 
 
-class Embedder(model.Embedder):
-    def __call__(self, tokens):
-        x = super().__call__(tokens)
-        return x * factors('activations', tokens)[..., None].astype(x.dtype)
+def embed(config, tokens, table_vD):
+    x = model.embed(config, tokens, table_vD)
+    return x * factors('activations', tokens)[..., None].astype(x.dtype)
 
 
 sound_logits = model.logits
@@ -64,13 +63,13 @@ sound_logits = model.logits
 
 def logits(config, batch, rows_b=None):
     logits_bTv, aux = sound_logits(config, batch, rows_b)
-    if config.modules.embedder is not Embedder:
+    if config.parts.embedder is not embed:
         return logits_bTv, aux
     inputs_bM = batch['encoder_input_tokens']
     logits_bTv *= factors('logits', inputs_bM).prod(axis=1)[:, None, None]
     return scale_gradient(logits_bTv, factors('gradients', inputs_bM).prod(axis=1)), aux
 
 
-def modules(default):
-    model.logits = logits  # no part of Modules: only faults need it
-    return dataclasses.replace(default, embedder=Embedder)
+def modules(family):
+    model.logits = logits  # no part of a model: only faults need it
+    return dataclasses.replace(family, parts=dataclasses.replace(family.parts, embedder=embed))

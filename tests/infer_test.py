@@ -382,7 +382,7 @@ def encoder_outputs(t5, ids):
 
     def f(params, ids):
         batch = dict.fromkeys(infer.SEQUENCES, ids)
-        return model.apply(lambda: model.logits(t5.config, batch)[0], params)
+        return model.apply(model.logits, params, t5.config, batch)[0]
 
     specs = (model.param_specs(t5.config), partition.BATCH)
     with pytest.MonkeyPatch.context() as patch:

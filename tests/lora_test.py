@@ -21,10 +21,11 @@ from small_models import (
 )
 
 import checkpoint
+import families.lora
 import infer
 import model
-import partition
 import train
+from formats import own_model
 from modes import convert
 from modes import evaluate as evaluate_mode
 from prepare import make_spec, prepare, restore, wanted
@@ -63,12 +64,12 @@ def test_the_kernels_that_match_have_adapters():
         rows, columns = found[f'{kernel}/kernel']
         assert found[f'{kernel}/lora_a'] == (rows, 3)
         assert found[f'{kernel}/lora_b'] == (3, columns)
-    assert model.without_adapters(config) == base
-    every = model.shapes(t5_config(**sizes, lora_rank=3, lora_targets=ALL_KERNELS))
+    assert model.shapes(families.lora.without_adapters(config)) == model.shapes(base)
+    config = t5_config(**sizes, lora_rank=3, lora_targets=ALL_KERNELS)
+    every = model.param_specs(config)  # raises an error for a path without a row
     assert sum(path.endswith('/lora_a') for path in every) == sum(
         path.endswith('/kernel') for path in every
     )
-    partition.param_specs(model.PARAMETER_SPECS, every)  # raises for a path without a row
 
 
 @pytest.mark.slow
@@ -81,8 +82,8 @@ def test_the_initial_model_is_the_base():
             assert np.std(x) > 0
         if path.endswith('/lora_b'):
             assert not np.any(x)
-    merged = model.merge_adapters(config, params)
-    base = {path: params[path] for path in model.shapes(model.without_adapters(config))}
+    merged = families.lora.merge(config, params)
+    base = {path: params[path] for path in model.shapes(families.lora.without_adapters(config))}
     chex.assert_trees_all_equal(merged, base)
 
 
@@ -101,38 +102,8 @@ def test_same_gradients_on_a_mesh():
     expected = gradients_of(step_config(1, 1))
     assert_close(found, expected, 1e-5)
     grads, _ = found
-    assert all(re.fullmatch(model.ADAPTER, path) for path in grads)
+    assert all(re.fullmatch(families.lora.ADAPTER, path) for path in grads)
     assert all(np.any(x) for x in grads.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    'data, model_axis',
-    [(2, 4), *[pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((8, 1), (4, 2))]],
-)
-def test_same_losses_on_every_mesh(data, model_axis):
-    found = {}
-    for mesh_shape in ((1, 1), (data, model_axis)):
-        spec = make_spec(step_config(*mesh_shape))
-        state = train.compile_init(spec)()
-        losses = []
-        for i in range(5):
-            state, metrics = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
-            losses.append(float(metrics['loss']))
-        found[mesh_shape] = losses
-    np.testing.assert_allclose(found[(data, model_axis)], found[(1, 1)], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_step_changes_adapters_alone():
-    spec = make_spec(step_config(targets=MOST_TARGETS))
-    state = train.compile_init(spec)()
-    before = jax.tree.map(np.asarray, state.params)
-    for i in range(2):
-        state, _ = train.jit_step(spec)(state, random_batch(i, SIZES['vocab_size']))
-    for path, x in state.params.items():
-        is_adapter = re.fullmatch(model.ADAPTER, path) is not None
-        assert np.array_equal(x, before[path]) != is_adapter, path
 
 
 # Settings that do not fit.
@@ -227,7 +198,7 @@ def test_merged_is_unmerged(merged, lora, uninterrupted):
     base = infer.load(uninterrupted)
     settings = json.loads((lora / 'checkpoint_6/config.json').read_text())['model']
     params = base.arrays | checkpoint.parameters(state_of(lora, 6))
-    unmerged = infer.T5(model.T5Config(**settings), params, base.mesh)
+    unmerged = infer.T5(own_model.load(settings), params, base.mesh)
     check_merged(merged, unmerged, base, 1e-6)
     assert merged.vocabulary.model == base.vocabulary.model
     encoder = {path: x for path, x in merged.arrays.items() if not path.startswith('decoder/')}
@@ -320,16 +291,6 @@ def test_a_run_does_not_take_up_or_drop_adapters(corpus, uninterrupted, lora):
 
 
 # The programs.
-
-
-@pytest.mark.slow
-def test_the_command_line_answers_with_merged_adapters(command_line, lora, merged, tmp_path):
-    text = 'sentence of words'
-    [expected] = merged.generate([text], max_length=5)
-    arguments = [f'--text={text}', '--config.decode.max_length=5']
-    result = command_line('--mode=infer', f'--checkpoint={lora}', *arguments)
-    assert result.status == 0, result.stderr
-    assert result.stdout == f'{expected}\n'
 
 
 def task_config(folder, **model_settings):

@@ -386,9 +386,9 @@ import partition
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b=None):
+    def __call__(self, x_bTD, rows_b, mask):
         if self.index % 2 == 0:
-            return super().__call__(x_bTD, rows_b)
+            return super().__call__(x_bTD, rows_b, mask)
         c = self.config
         shape = (c.emb_dim, partition.split(c.mlp_dim, 'model'))
         up_Df = hk.get_parameter('up', shape, init=model.NORMAL)
@@ -399,14 +399,14 @@ class Mlp(model.Mlp):
         return y_bTD, {'size': jnp.square(y_bTD).mean(axis=(1, 2))}
 
 
-def modules(default):
+def modules(family):
     up = (r'.+/mlp/up', P('fsdp', 'model'))
     down = (r'.+/mlp/down', P('model', 'fsdp'))
     return dataclasses.replace(
-        default,
-        mlp=Mlp,
-        specs=(*default.specs, up, down),
-        period=2,
+        family,
+        parts=dataclasses.replace(family.parts, mlp=Mlp),
+        specs=(*family.specs, up, down),
+        period=lambda config: 2,
         losses=lambda config: {'size': 0.1},
     )
 """
@@ -442,5 +442,5 @@ def test_layers_that_are_no_multiple_of_a_period(tmp_path, settings):
 
 def test_a_period_that_is_not_that_of_the_layers(tmp_path):
     config = periodic(tmp_path, scan_layers=True)
-    (tmp_path / 'own.py').write_text(EVERY_SECOND.replace('period=2', 'period=1'))
+    (tmp_path / 'own.py').write_text(EVERY_SECOND.replace('config: 2', 'config: 1'))
     assert_refused(lambda: make_spec(config), 'mlp/')

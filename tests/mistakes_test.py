@@ -47,8 +47,9 @@ class {part}(model.{part}):
     def {method}:
         {body}
 
-def modules(default):
-    return dataclasses.replace(default, {field}={part}{more})
+def modules(family):
+    parts = dataclasses.replace(family.parts, {field}={part})
+    return dataclasses.replace(family, parts=parts{more})
 """
 
 
@@ -74,9 +75,9 @@ MISTAKES = {
     'model: a forgotten sum': Mistake('model.py', PSUM, '        y_bTD = partial_bTD\n', 'encoder/layers_0/mlp'),
     'train': Mistake('train.py', "    metrics['finite'] = jnp", "    metrics['grads'] = grads['nothing']  # !\n    metrics['finite'] = jnp", 'KeyError'),
     'own model: a module in an overridden method': own_model(
-        'Attention', 'queries(self, x_bTD, positions)', "return super().queries(self.config.modules.norm(self.config, name='q_norm')(x_bTD), positions)", 'name_like'
+        'Attention', 'queries(self, x_bTD, positions)', "return super().queries(self.config.parts.norm(self.config, name='q_norm')(x_bTD), positions)", 'name_like'
     ),
-    'own model: an error': own_model('Mlp', '__call__(self, x_bTD, rows_b=None)', 'return x_bTD.reshape(3, -1), {}  # !', 'TypeError'),
+    'own model: an error': own_model('Mlp', '__call__(self, x_bTD, rows_b, mask)', 'return x_bTD.reshape(3, -1), {}  # !', 'TypeError'),
     'own model: a loss term': own_model(
         'Mlp', 'other(self)', 'pass', 'KeyError', ", losses=lambda config: {}['x'],  # !\n    "
     ),

@@ -42,8 +42,8 @@ class Options:
         if not 1 <= self.num <= 8:
             raise Refused(f'model.options.num={self.num}: use 1 to 8')
 
-def modules(default):
-    return default
+def modules(family):
+    return family
 """
 OURS = json.dumps({'data_fingerprint': 'x', 'model': {}, 'train': {'steps': 1}})
 HUGGING_FACE = json.dumps({'model_type': 't5', 'd_model': 8})
@@ -69,7 +69,7 @@ FILES = {
     'no_type.py': CONFIG.format('config.data.vocabulary = None'),
     'option.py': CONFIG.format('config.model.module = "own.py"; config.model.options.num = 9'),
     'own.py': OWN,
-    'plain.py': 'def modules(default):\n    return default\n',
+    'plain.py': 'def modules(family):\n    return family\n',
     'json/config.json': '{"a": 1}',
     'json_of_nothing/config.json': '',
     'json_folder/config.json/': '',

@@ -1,5 +1,6 @@
 """Small models and batches for several tests, and how their numbers are compared."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -33,7 +34,17 @@ ONE_GOLDEN_MODEL = pytest.mark.parametrize(
 
 def t5_config(**settings):
     """A T5Config of configs/base.py's values, but for `settings`."""
-    return model.T5Config(**(base.get_config().model.to_dict() | settings))
+    return own_model.load(base.get_config().model.to_dict() | settings)
+
+
+def with_parts(config, **parts):
+    """A T5Config with other parts."""
+    parts = dataclasses.replace(config.parts, **parts)
+    return dataclasses.replace(config, own=dataclasses.replace(config.family, parts=parts))
+
+
+def with_adapters(config, **lora):
+    return own_model.load(own_model.as_settings(config) | lora)
 
 
 # Of a T5 1.1, for files of checkpoints.
@@ -62,7 +73,7 @@ from messages import Refused
 @dataclasses.dataclass(frozen=True)
 class Options:
     num: int = dataclasses.field(default=2, metadata={'help': 'How many.'})
-    rate: float = dataclasses.field(default=0.5, metadata={'range': (0, 0), 'mine': 1})  # ignored
+    rate: float = dataclasses.field(default=0.5, metadata={'mine': 1})  # ignored
     gated: bool = False
     kind: str = 'a'
     which: tuple[str, ...] = ('p', 'q')
@@ -74,13 +85,14 @@ class Options:
 
 
 class Mlp(model.Mlp):
-    def __call__(self, x_bTD, rows_b=None):
-        y_bTD, aux = super().__call__(x_bTD, rows_b)
+    def __call__(self, x_bTD, rows_b, mask):
+        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
         return y_bTD * self.config.options.num * self.config.options.rate, aux
 
 
-def modules(default):
-    return dataclasses.replace(default, mlp=Mlp)
+def modules(family):
+    parts = dataclasses.replace(family.parts, mlp=Mlp)
+    return dataclasses.replace(family, parts=parts)
 """
 
 
@@ -299,7 +311,7 @@ def device_beams(
         )
 
         def step(tokens_r, cache):
-            return model.apply(lambda: model.decode_step(config, tokens_r, cache), params)
+            return model.apply(model.decode_step, params, config, tokens_r, cache)
 
         cache, reorder, grow = model.apply(start, params), reorder_cache, decode.grow_cache
     else:
@@ -313,7 +325,7 @@ def device_beams(
                 'decoder_input_tokens': read_rT,
                 'decoder_target_tokens': jnp.ones_like(read_rT),
             }
-            logits_rTv, _ = model.apply(lambda: model.logits(config, batch), params)
+            logits_rTv, _ = model.apply(model.logits, params, config, batch)
             return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
 
         position_r = jnp.zeros_like(inputs_rM[:, 0])

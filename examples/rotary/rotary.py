@@ -2,7 +2,8 @@
 
 Queries and keys of self-attention are rotated by angles that grow with their positions, so that
 their products depend on the distance alone. A cache holds rotated keys. Training, where all
-positions of a sequence are read at once, and decoding go through the same two methods.
+positions of a sequence are read at once, and decoding go through the same two methods. The class
+extends the attention of the family, so that it combines with grouped_heads.py.
 
 Source: Su et al. 2021 (RoFormer) §3.4.2.
 """
@@ -10,8 +11,6 @@ Source: Su et al. 2021 (RoFormer) §3.4.2.
 import dataclasses
 
 import jax.numpy as jnp
-
-import model
 
 LONGEST_PERIOD = 10_000.0  # of an angle, in positions / 2 pi
 
@@ -27,25 +26,25 @@ def rotate(x_bThK, positions_T):
     return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
 
 
-class Attention(model.Attention):
-    """Cross attention has no positions and stays as it is."""
-
-    def queries(self, x_bTD, positions):
-        q_bThK = super().queries(x_bTD, positions)
-        if positions is None:
-            return q_bThK
-        return rotate(q_bThK, positions.queries_T)
-
-    def keys_values(self, memory_bMD, positions):
-        k_bMhK, v_bMhK = super().keys_values(memory_bMD, positions)
-        if positions is None:
-            return k_bMhK, v_bMhK
-        return rotate(k_bMhK, positions.queries_T), v_bMhK
-
-
 def no_bias(config, bidirectional, name):
     return lambda positions: None
 
 
-def modules(default):
-    return dataclasses.replace(default, attention=Attention, relpos_bias=no_bias)
+def modules(family):
+    class Attention(family.parts.attention):
+        """Cross attention has no positions and stays as it is."""
+
+        def queries(self, x_bTD, positions):
+            q_bThK = super().queries(x_bTD, positions)
+            if positions is None:
+                return q_bThK
+            return rotate(q_bThK, positions.queries_T)
+
+        def keys_values(self, memory_bMD, positions):
+            k_bMhK, v_bMhK = super().keys_values(memory_bMD, positions)
+            if positions is None:
+                return k_bMhK, v_bMhK
+            return rotate(k_bMhK, positions.queries_T), v_bMhK
+
+    parts = dataclasses.replace(family.parts, attention=Attention, relpos_bias=no_bias)
+    return dataclasses.replace(family, parts=parts)

@@ -27,14 +27,14 @@ class Options:
             raise Refused(f'model.options.window={self.window}: use at least 1')
 
 
-class Attention(model.Attention):
-    def attend(self, q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b):
-        if positions is not None:
-            distance_TM = positions.queries_T[:, None] - positions.keys_M[None, :]
-            is_near_TM = jnp.abs(distance_TM) < self.config.options.window
-            mask_b1TM = mask_b1TM & is_near_TM[None, None]
-        return super().attend(q_bThK, k_bhKM, v_bhKM, mask_b1TM, relpos_1hTM, positions, rows_b)
+def modules(family):
+    class Attention(family.parts.attention):
+        def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
+            if positions is not None:
+                distance_TM = positions.queries_T[:, None] - positions.keys_M[None, :]
+                is_near_TM = jnp.abs(distance_TM) < self.config.options.window
+                mask = model.Mask(mask.dense() & is_near_TM[None, None])
+            return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
 
-
-def modules(default):
-    return dataclasses.replace(default, attention=Attention)
+    parts = dataclasses.replace(family.parts, attention=Attention)
+    return dataclasses.replace(family, parts=parts)

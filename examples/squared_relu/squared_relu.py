@@ -1,6 +1,6 @@
 """An own model: T5 with a squared ReLU, one more activation for model.mlp_activations.
 
-`modules` gets the parts of T5, a model.Modules, and returns those of this model.
+`modules` gets T5, a family.Family, and returns this model.
 
 Source: So et al. 2021 (Primer) §4.1.
 """
@@ -15,6 +15,7 @@ def squared_relu(x):
     return jnp.square(jax.nn.relu(x))
 
 
-def modules(default):
-    activations = (*default.activations, ('squared_relu', squared_relu))
-    return dataclasses.replace(default, activations=activations)
+def modules(family):
+    activations = (*family.parts.activations, ('squared_relu', squared_relu))
+    parts = dataclasses.replace(family.parts, activations=activations)
+    return dataclasses.replace(family, parts=parts)

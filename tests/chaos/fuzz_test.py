@@ -5,7 +5,6 @@ Not a traceback, a crash of native code, or 4 GB of memory. `pytest -m chaos` re
 
 import functools
 import gzip
-import importlib.util
 import json
 import resource
 import struct
@@ -149,27 +148,6 @@ def read_vocabulary(file: Path) -> None:
     assert isinstance(found.decode([*range(found.size + 3)]), str)
 
 
-PROMPTS = b"""\
-dataset: story
-templates:
-  0d5fcb55: !Template
-    answer_choices: "{{first}} ||| {{second}}"
-    jinja: "{{text}} {% if label %}yes{% endif %} ||| {{ answer_choices[label] }}"
-    metadata: !TemplateMetadata
-      metrics: [Accuracy]
-      original_task: true
-    name: Choose
-"""
-
-
-def read_prompts(file: Path) -> None:
-    from tasks import promptsource
-
-    fields = {'text': 'some words', 'first': 'a', 'second': 'b', 'label': 1}
-    for task in promptsource.tasks(str(file), files='a.csv'):
-        assert all(isinstance(example['inputs'], str) for example in task.preprocess([fields]))
-
-
 # What is wrong with bytes, and with trees of JSON and msgpack.
 
 NUMBERS = [0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 10**30]
@@ -307,7 +285,6 @@ TARGETS = {
     'safetensors': Target('model.safetensors', write_folder, read_checkpoint, safetensors_file),
     'config.json': Target('config.json', write_folder, read_checkpoint, json_file),
     'SentencePiece': Target('spiece.model', write_vocabulary, read_vocabulary),
-    'promptsource': Target('templates.yaml', PROMPTS, read_prompts),
 }
 
 
@@ -325,8 +302,6 @@ def little_memory():
 @pytest.mark.slow
 @pytest.mark.parametrize('name', TARGETS)
 def test_a_file_is_read_or_named(tmp_path, little_memory, name, num_inputs):
-    if name == 'promptsource' and importlib.util.find_spec('yaml') is None:
-        pytest.skip("pip install -e '.[prompts]'")
     target = TARGETS[name]
     folder = tmp_path / 'files'
     folder.mkdir()

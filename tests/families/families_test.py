@@ -21,6 +21,7 @@ from small_models import (
     random_batch,
     random_params,
     run_config,
+    with_adapters,
 )
 
 import checkpoint
@@ -194,7 +195,7 @@ def test_adapters_of_attention(corpus, family, finished, tmp_path):
     assert all(re.search('/lora_[ab]$', path) for path in adapters)
     base = infer.load(finished)
     merged = infer.load(tmp_path)
-    config = dataclasses.replace(base.config, **lora)
+    config = with_adapters(base.config, **lora)
     unmerged = infer.T5(config, base.arrays | adapters, base.mesh)
     check_merged(merged, unmerged, base, 1e-5)
 

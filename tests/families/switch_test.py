@@ -28,7 +28,7 @@ import model
 import partition
 import state_names
 import train
-from families import switch
+from families import lora, switch
 from formats import own_model, write_hugging_face
 from messages import Refused
 from modes import collectives
@@ -96,7 +96,7 @@ def compute(config, params, batch, rows=None):
     def f(params, batch):
         with hk.intercept_methods(spy):
             logits, aux = model.apply(
-                lambda: model.logits(config, batch, rows), params, jax.random.key(0)
+                model.logits, params, config, batch, rows, key=jax.random.key(0)
             )
         return logits, aux, dict(routed)
 
@@ -235,22 +235,6 @@ def test_the_same_in_all_ways(on_one_device, mesh, axis, num_microbatches, remat
     assert_close(state, expected_state, 1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_scan_in_bfloat16():
-    """The residual stream becomes float32 in the first pair of layers, which is outside of the scan."""
-    metrics = []
-    for scan_layers in (False, True):
-        sizes = {'num_encoder_layers': 4, 'num_decoder_layers': 4, 'dtype': 'bfloat16'}
-        config = run_config(1, 1, module='switch', scan_layers=scan_layers, **sizes)
-        spec = make_spec(config)
-        _, found = train.jit_step(spec)(train.compile_init(spec)(), random_batch(0))
-        metrics.append(jax.device_get(found))
-    one_by_one, scanned = metrics
-    for name in ('loss', 'aux_loss', 'gradient_norm'):
-        np.testing.assert_allclose(scanned[name], one_by_one[name], rtol=2e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('axis', ['fsdp', 'model'])
 def test_inference_on_many_devices(axis):
@@ -325,6 +309,21 @@ def test_models_that_hugging_face_does_not_have(tmp_path):
         write_hugging_face.write(tmp_path / 'hf', config, random_params(config))
 
 
+def test_adapters_of_all_kernels():
+    """Routers and experts have none; a merged model computes the same."""
+    config = golden_config()
+    config.model.update(lora_rank=2, lora_targets='.+/kernel')
+    config = own_model.load(config.model)
+    params = random_params(config)
+    scopes = {path.rpartition('/')[0] for path in model.adapter_paths(config)}
+    assert 'encoder/layers_0/mlp/wo' in scopes
+    assert not [x for x in scopes if 'router' in x or 'expert' in x]
+    batch = random_batch(0, vocab_size=SETTINGS['vocab_size'])
+    merged = lora.without_adapters(config), lora.merge(config, params)
+    expected = infer.T5(config, params, make_mesh(1, 1)).logits(batch)
+    assert_close(infer.T5(*merged, make_mesh(1, 1)).logits(batch), expected, 1e-5)
+
+
 def test_a_model_without_a_layer_with_experts():
     with pytest.raises(Refused):
         own_model.load(golden_config(sparse_step=5).model)
@@ -368,7 +367,7 @@ def test_the_routers_confidence_is_that_of_all_tokens():
     params = random_params(config)
 
     def confidence(params, batch):
-        _, aux = model.apply(lambda: model.logits(config, batch), params)
+        _, aux = model.apply(model.logits, params, config, batch)
         return aux['experts/router_confidence']
 
     found = []

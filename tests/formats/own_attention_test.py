@@ -157,7 +157,7 @@ def test_a_window_of_one_layer_hides_all_tokens_outside_it():
         return np.nonzero(difference.max(axis=(0, 2)))[0].tolist()
 
     def device_encode(params, inputs_bM):
-        return model.apply(lambda: model.encode(config, inputs_bM)[0], params)
+        return model.apply(model.encode, params, config, inputs_bM)[0]
 
     encode = sharded(device_encode, config, mesh)
     assert changes(lambda x: encode(params, x), inputs) == [3, 4, 5, 6, 7, 8, 9]
@@ -167,18 +167,6 @@ def test_a_window_of_one_layer_hides_all_tokens_outside_it():
     assert changes(lambda x: stepwise(params, inputs, x), tokens) == [6, 7, 8, 9]
     # Cross attention has no window.
     assert changes(lambda x: stepwise(params, x, tokens), inputs) == list(range(16))
-
-
-@pytest.mark.slow
-def test_a_window_as_long_as_the_sequences_is_plain_attention():
-    batch = random_batch(seed=0)
-    plain = t5_config(**OWN_SIZES)
-    params = sharp_params(plain)
-    expected = infer.T5(plain, params, make_mesh(1, 1)).logits(batch)
-    for window, is_same in [(24, True), (8, False)]:
-        config = load_own(WINDOW, options={'window': window})
-        found = infer.T5(config, params, make_mesh(1, 1)).logits(batch)
-        assert (np.abs(found - expected).max() < 1e-4) == is_same
 
 
 # Heads of keys and values.
@@ -211,7 +199,7 @@ def test_grouped_heads_have_a_smaller_cache():
 
         def start(params):
             inputs_bM = jnp.ones([3, 7], jnp.int32)
-            return model.apply(lambda: model.start_decoding(config, inputs_bM, 5), params)
+            return model.apply(model.start_decoding, params, config, inputs_bM, 5)
 
         params = random_params(config)
         on_one = partition.one_device(start, (model.param_specs(config),))

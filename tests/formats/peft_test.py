@@ -5,7 +5,6 @@ written by PYTHONPATH=tests/formats:tests:. python -c 'import peft_test; peft_te
 Tolerances are max|a-b| <= tol * max|b|.
 """
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -15,13 +14,13 @@ import numpy as np
 import pytest
 from forms import first_quick
 from safetensors.numpy import load_file, save_file
-from small_models import assert_close, assert_refused, random_params, t5_config
+from small_models import assert_close, assert_refused, random_params, t5_config, with_adapters
 from transformers_folders import SIZES, edit_arrays, edit_json, name_mt5, their_logits, token_batch
 
 import checkpoint
+import families.lora
 import formats.open
 import infer
-import model
 import partition
 from formats import own_model, peft, write_hugging_face
 from formats.vocabulary import find_vocabulary
@@ -205,7 +204,7 @@ def test_files_of_a_folder(copies):
 
 def random_lora(config, targets):
     """The config with adapters, and all its parameters, of which none is 0."""
-    adapted = dataclasses.replace(config, lora_rank=3, lora_alpha=1.5, lora_targets=targets)
+    adapted = with_adapters(config, lora_rank=3, lora_alpha=1.5, lora_targets=targets)
     return adapted, random_params(adapted) | random_params(config)
 
 
@@ -230,8 +229,8 @@ def test_written_is_read(tmp_path, targets, expected):
     settings = json.loads((tmp_path / 'new/lora/adapter_config.json').read_text())
     assert settings['target_modules'] == expected
     opened = formats.open.open_model(tmp_path / 'new/lora')
-    assert opened.config == base
-    for path, x in model.merge_adapters(config, params).items():
+    assert own_model.as_settings(opened.config) == own_model.as_settings(base)
+    for path, x in families.lora.merge(config, params).items():
         np.testing.assert_array_equal(checkpoint.read_leaf(opened.leaves[f'target/{path}']), x)
     assert_refused(partial(write_lora, tmp_path / 'new/lora', config, params, ''), 'new/lora')
 

@@ -14,11 +14,6 @@ import data
 from tasks import denoising
 
 
-def part_of(name):
-    """A function of data.py or of tasks/denoising.py."""
-    return getattr(data, name, None) or getattr(denoising, name)
-
-
 def test_random_spans_helper_matches_t5():
     checked = 0
     for case in golden('random_spans_helper'):
@@ -61,9 +56,6 @@ def test_masks_stay_possible_where_t5_fails():
         assert not mask[:, 0].any()
 
 
-SENTINEL_FUNCTIONS = ['noise_token_to_sentinel', 'noise_span_to_unique_sentinel']
-
-
 def last_ids(vocabulary_size):
     """T5's sentinels."""
     return vocabulary_size - 1 - np.arange(100, dtype=np.int32)
@@ -77,26 +69,13 @@ def test_token_functions_match_t5():
     for case in golden('denoise_fns'):
         tokens = np.array([case['tokens']], np.int32)
         mask = np.array([case['noise_mask']])
-        for name in SENTINEL_FUNCTIONS:
-            found = part_of(name)(tokens, mask, last_ids(case['vocab_size']))
-            assert found.dtype == np.int32 and kept(found) == case[name], name
+        found = data.noise_span_to_unique_sentinel(tokens, mask, last_ids(case['vocab_size']))
+        assert found.dtype == np.int32 and kept(found) == case['noise_span_to_unique_sentinel']
         other = data.noise_span_to_unique_sentinel(tokens, ~mask, last_ids(case['vocab_size']))
         assert kept(other) == case['nonnoise_span_to_unique_sentinel']
         for name, dropped in {'drop_noise_tokens': mask, 'drop_nonnoise_tokens': ~mask}.items():
             found = data.drop_noise_tokens(tokens, dropped)
             assert found.dtype == np.int32 and kept(found) == case[name], name
-
-
-def test_rows_are_replaced_one_by_one():
-    """What a row becomes does not depend on the others."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(3, 1000, (20, 13)).astype(np.int32)
-    mask = rng.random((20, 13)) < 0.4
-    sentinels = rng.permutation(1100).astype(np.int32)  # in any order and place
-    for name in SENTINEL_FUNCTIONS:
-        function = part_of(name)
-        rows = [function(tokens[i : i + 1], mask[i : i + 1], sentinels)[0] for i in range(20)]
-        np.testing.assert_array_equal(function(tokens, mask, sentinels), rows)
 
 
 @pytest.mark.parametrize('density, shortest', [(0.5, 1), (0.25, 5), (0.1, 8)])
@@ -114,36 +93,12 @@ def test_the_shortest_rows_have_a_prefix():
     assert denoising.random_prefix_noise_mask((5, 2), 0.5, 0).tolist() == [[True, False]] * 5
 
 
-def test_noise_is_permuted_in_all_ways_and_the_rest_stays():
-    tokens = np.tile(np.arange(10, 16, dtype=np.int32), (6000, 1))
-    mask = np.array([[False, True, False, True, True, False]] * 6000)
-    found = denoising.permute_noise_tokens(tokens, mask, 'test')
-    np.testing.assert_array_equal(found[:, [0, 2, 5]], tokens[:, [0, 2, 5]])
+def test_tokens_are_permuted_in_all_ways():
+    tokens = np.tile(np.arange(10, 13, dtype=np.int32), (6000, 1))
+    found = denoising.permute_tokens(tokens, 'test')
     ways, counts = np.unique(found, axis=0, return_counts=True)
     assert len(ways) == 6 and (np.sort(ways, axis=1) == tokens[0]).all()
     assert all(is_near(count, 1000) for count in counts)
-    nothing = denoising.permute_noise_tokens(tokens, np.zeros_like(mask), 'test')
-    np.testing.assert_array_equal(nothing, tokens)
-
-
-def test_random_tokens_are_any_but_the_reserved_ones():
-    tokens = np.full((2000, 100), 7, np.int32)
-    mask = denoising.iid_noise_mask(tokens.shape, 0.5, 'mask')
-    found = denoising.noise_token_to_random_token_or_sentinel(
-        tokens, mask, 13, np.array([13], np.int32), 'test'
-    )
-    assert found.dtype == np.int32 and (found[~mask] == 7).all()
-    counts = np.bincount(found[mask])
-    assert len(counts) == 14 and counts[:3].sum() == 0
-    assert all(is_near(count, mask.sum() / 100) for count in counts[3:13])
-
-
-def test_later_spans_are_taken_out():
-    mask = np.array([list('.xx.x.xxx'), list('x.x.x.x.x'), list('.........')]) == 'x'
-    found = denoising.without_spans_after(mask, 2)
-    expected = np.array([list('.xx.x....'), list('x.x......'), list('.........')]) == 'x'
-    np.testing.assert_array_equal(found, expected)
-    assert not denoising.without_spans_after(mask, 0).any()
 
 
 def test_concatenating_and_splitting_match_seqio():
@@ -165,28 +120,6 @@ def test_concatenating_and_splitting_match_seqio():
     for group in groups:
         found += rows_of(group, [sum(map(len, group))])
     assert found == [example['targets'] for example in case['concat3_then_split8']]
-
-
-def test_rows_may_have_different_lengths():
-    rows = data.split_tokens([5, 5, 12], iter([3, 4, 1, 9, 9]))
-    assert rows.tolist() == [[0, 3], [3, 5], [5, 6], [6, 12]]
-    assert data.split_tokens([], itertools.repeat(3)).shape == (0, 2)
-    assert data.split_tokens([0], itertools.repeat(3)).shape == (0, 2)
-
-
-def test_documents_are_joined_and_name_their_rows():
-    records = []
-    for ids in ([7, 8, 9], [], [4], [5, 6]):
-        records.append({'targets': np.array(ids, np.int32)})
-    documents = data.join_documents('abcd', records, 0)
-    assert documents.ids.tolist() == [7, 8, 9, 4, 5, 6] and documents.ids.dtype == np.int32
-    assert documents.names == ['a', 'c', 'd'] and documents.ends.tolist() == [3, 4, 6]
-    rows = np.array([[0, 3], [2, 4], [3, 4], [0, 6]])
-    assert documents.names_of(rows) == [['a'], ['a', 'c'], ['c'], ['a', 'c', 'd']]
-    with_eos = data.join_documents('abcd', records, 0, eos=np.array([1]))
-    assert with_eos.ids.tolist() == [7, 8, 9, 1, 4, 1, 5, 6, 1]
-    nothing = data.join_documents('b', records[1:2], 0)
-    assert nothing.ids.tolist() == [] and nothing.names_of(np.zeros((0, 2), int)) == []
 
 
 @pytest.mark.parametrize('rule', ['append_eos', 'append_eos_after_trim'])

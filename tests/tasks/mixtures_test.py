@@ -123,7 +123,6 @@ REFUSED = [
     ("[Task('text_to_text')]", "'text_to_text'"),
     ("[Task('a/b')]", "name='a/b'"),
     ("[Task('all', delimiter='ab')]", "task 'all': data.delimiter='ab'"),
-    ("[Task('all', objective='magic')]", "objective='magic'"),
     ("[Task('all', preprocess_fn=lambda record: [record], targets='{a}')]", "task 'all'"),
     ("[Task('all')]", "task 'all'"),
     ("[Mixture('all', {Task('c4_mine'): 1})]", "task 'c4_mine'"),
@@ -156,13 +155,6 @@ def test_an_error_of_a_function_has_a_note_that_names_the_record(tmp_path):
     assert error.traceback[-1].path == tmp_path / 'my_tasks.py'
     [note] = error.value.__notes__
     assert re.match(rf"line [0-9]+ of {tmp_path}/spell.jsonl, task spell; .*'words", note)
-
-
-def test_a_task_takes_the_records_of_the_settings(tmp_path):
-    config = mixture_config(tmp_path, task='bare', files=f'{tmp_path}/add.jsonl')
-    module = "from tasks import Task\nTASKS = [Task('bare', inputs='{a}', targets='{b}')]"
-    (tmp_path / 'my_tasks.py').write_text(module)
-    assert tasks.open.open_mixture(config).corpus == 'files'
 
 
 def test_a_vocabulary_is_trained_without_the_records_on_which_a_function_fails(tmp_path):

@@ -13,10 +13,6 @@ import unicodedata
 import pytest
 from originals import check_names_and_rates, name_of
 
-import tasks
-import tasks.open
-from configs import base
-from messages import Refused
 from sources import NO_SPLIT
 from tasks import mt5 as tasks_mt5
 from tasks import t5
@@ -106,11 +102,3 @@ def test_punctuation_of_every_language():
             continue
         is_padded = tasks_mt5.pad_punctuation(character) == f' {character} '
         assert is_padded == (code in padded), hex(code)
-
-
-def test_a_missing_data_set_is_named(tmp_path):
-    config = base.get_config().data
-    config.tfds_dir = str(tmp_path)
-    config.task = 'mt5_xnli_zeroshot'
-    with pytest.raises(Refused, match="'mt5_xnli_train': data.tfds='multi_nli:1.1.0'"):
-        tasks.open.open_mixture(config)

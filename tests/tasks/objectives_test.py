@@ -235,17 +235,6 @@ def counts_of(example):
     return num_noise, num_spans, num_noise + num_kept
 
 
-@pytest.mark.parametrize('density, mean', [(0.15, 3.0), (0.5, 2.0), (0.3, 20.0)])
-def test_spans_have_their_density_and_mean(density, mean):
-    noise = {'noise_density': density, 'mean_noise_span_length': mean}
-    lengths = {'lengths.inputs': 512, 'lengths.targets': 1024}
-    objective = make_objective('span_corruption', **noise, **lengths)
-    counts = np.array([counts_of(example) for example in many_examples(objective)])
-    num_noise, num_spans, num_tokens = counts.sum(axis=0)
-    assert abs(num_noise / num_tokens / density - 1) < 0.01
-    assert abs(num_noise / num_spans / mean - 1) < 0.03  # a row has a whole number of spans
-
-
 NOISE = [('iid_denoising', 0.15), ('iid_denoising', 0.5), ('drop_corrupted_tokens', 0.3)]
 
 

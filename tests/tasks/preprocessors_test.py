@@ -8,13 +8,11 @@ import json
 import pathlib
 
 import numpy as np
-import pytest
 from corpora import make_config
 
 import sources.pydoc
 import tasks
 import tasks.open
-from messages import Refused
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden'
 
@@ -78,20 +76,6 @@ def test_the_label_of_a_table_is_a_text():
             ]
             names.add(name)
     assert {'glue_cola_v002', 'super_glue_wsc_v102_simple_train'} <= names
-
-
-def test_a_space_too_many_before_a_pronoun_of_wnli(tmp_path):
-    record = {'sentence1': 'Ann thanked Bo since she  helped.', 'sentence2': 'Bo helped.', 'idx': 0}
-    file = tmp_path / 'wnli.jsonl'
-    [example] = tasks.get('glue_wnli_v002_simple_eval').preprocess([record])
-    assert example['inputs'] == 'wsc: Ann thanked Bo since *she*  helped.'
-    record['sentence1'] = 'Ann thanked Bo since  she helped.'
-    file.write_text(json.dumps(record))
-    config = make_config(task='glue_wnli_v002_simple_eval', validation_files=str(file))
-    opened = tasks.open.open_mixture(config).tasks[0]
-    [document] = opened.source.records('validation')
-    with pytest.raises(Refused, match=f'line 1 of {file}: .*two spaces'):
-        opened.texts_of(document)
 
 
 def test_a_docstring_has_a_summary_and_the_rest():
