@@ -136,12 +136,7 @@ SETTINGS = [
     ({'base_model_name_or_path': 'peft/dora'}, "base_model_name_or_path='peft/dora'"),
     ({'base_model_name_or_path': 't5x_t5_1_0_tiny/checkpoint_0'}, 'adapter_model.safetensors'),
     ({'r': 3}, 'SelfAttention.q'),
-    ({'r': 0}, 'r=0'),
-    ({'lora_alpha': 'x'}, "lora_alpha='x'"),
     ({'rank_pattern': {'q': 4}}, 'SelfAttention.q'),
-    ({'alpha_pattern': {'q': -1}}, "alpha_pattern['q']=-1"),
-    ({'alpha_pattern': {'(': 1}}, "alpha_pattern={'(': 1}"),
-    ({'alpha_pattern': [1]}, 'alpha_pattern=[1]'),
     ({'use_dora': True}, 'SelfAttention.q'),
 ]  # fmt: skip
 Q = 'base_model__model__encoder__block__0__layer__0__SelfAttention__q__'
@@ -183,18 +178,15 @@ def test_settings_and_arrays_that_are_not_read(copies, tmp_path):
 
 def test_files_of_a_folder(copies):
     folder = copies('prompt')
-    for length in (0, 3, None, '4'):
-        edit_json(folder / 'adapter_config.json', num_virtual_tokens=length)
-        assert_refused(partial(formats.open.open_model, folder), f'num_virtual_tokens={length!r}')
+    edit_json(folder / 'adapter_config.json', num_virtual_tokens=3)
+    assert_refused(partial(formats.open.open_model, folder), 'num_virtual_tokens=3')
     folder = copies('rslora')
     opening = partial(formats.open.open_model, folder)
     for file in folder.iterdir():
         assert_refused(partial(formats.open.open_model, file), f'{folder}')
     save_file({}, folder / peft.WEIGHTS)
     assert_refused(opening, peft.WEIGHTS)
-    (folder / peft.WEIGHTS).rename(folder / peft.PICKLE)
-    assert_refused(opening, peft.PICKLE)
-    (folder / peft.PICKLE).unlink()
+    (folder / peft.WEIGHTS).unlink()
     assert_refused(opening, peft.WEIGHTS)
     (folder / 'adapter_config.json').write_text('[]')
     assert_refused(opening, 'adapter_config.json')
