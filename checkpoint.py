@@ -451,13 +451,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         raise Refused(f'{folder} has no checkpoint (it holds {held}): name {FORMATS}')
     content = paths.own_file(file).read_bytes()
 
-    def leaf_of_map(node: dict) -> 'NDArray | dict | ZarrEntry':
-        if '__msgpack_chunked_array__' in node:
-            # An array of more than 1 GiB. Lists are maps {'0': first, …}.
-            shape = node['shape']
-            chunks = node['chunks']
-            joined = np.concatenate([chunks[str(i)].ravel() for i in range(len(chunks))])
-            return joined.reshape([shape[str(i)] for i in range(len(shape))])
+    def leaf_of_map(node: dict) -> 'dict | ZarrEntry':
         if not {'driver', 'kvstore', 'metadata'} <= node.keys():
             return node
         # TensorStore before 0.1.14 put the name at the top level.
@@ -465,9 +459,6 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
         return ZarrEntry(folder / name, node)
 
     def array_of_extension(code: int, payload: bytes) -> NDArray:
-        if code == 2:  # Flax: a complex number; 1 is an array, 3 a numpy scalar
-            real, imaginary = msgpack.unpackb(payload)
-            return np.asarray(complex(real, imaginary))
         shape, dtype, content = msgpack.unpackb(payload)
         return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
 

@@ -56,9 +56,7 @@ def disk_path(name: str | os.PathLike) -> Path:
         raise Refused(f'{text}: no user of that name: write ./{text} for a file with ~')
     path = Path(expanded).absolute()
     if '..' in path.parts:  # a link in front of it is followed first, as the system does
-        after_last = len(path.parts) - path.parts[::-1].index('..')
-        resolved = os.path.realpath(Path(*path.parts[:after_last]))
-        path = Path(resolved, *path.parts[after_last:])
+        path = Path(os.path.realpath(path))
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()

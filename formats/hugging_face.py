@@ -319,11 +319,6 @@ def read_index(
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
     targets = _by_path(folder, stored, parameter_names(config))
-    if paths.is_file(folder / '2_Dense' / 'config.json'):
-        notes.append(
-            f'{folder} is of sentence-transformers: a vector is the mean of its tokens (--pool=mean), and is still to '
-            'be multiplied by the matrix in 2_Dense and divided by its length'
-        )
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         notes.append(
             f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by '

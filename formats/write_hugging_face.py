@@ -210,20 +210,8 @@ def write_peft(
             'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
             'lora_dropout': 0.0,
             'bias': 'none',
-            'target_modules': _targets(config, sorted(modules.values())),
+            'target_modules': sorted(modules.values()),
         }
     with new_folder(folder) as unfinished:
         write_json(unfinished / ADAPTER_CONFIG, settings)
         save_arrays(unfinished / peft.WEIGHTS, arrays)
-
-
-def _targets(config: model.T5Config, modules: list[str]) -> list[str]:
-    """Return peft's target_modules for these modules: the ends of their names, such as q, if they suffice."""
-    ends = sorted({module.rpartition('.')[2] for module in modules})
-    table = hugging_face.parameter_names(config)
-    matched = []
-    for path in model.shapes(config):
-        module = translate(path, table)
-        if path.endswith('/kernel') and module.rpartition('.')[2] in ends:
-            matched.append(module)
-    return ends if sorted(matched) == modules else modules

@@ -501,14 +501,6 @@ def test_a_file_in_fp8(tmp_path):
     assert_refused(lambda: infer.load(file), 'q.scale_weight')
 
 
-def test_a_folder_of_sentence_transformers(tmp_path, caplog):
-    write_encoder(tmp_path, 't5_1_1')
-    (tmp_path / 'encoder/2_Dense').mkdir()
-    (tmp_path / 'encoder/2_Dense/config.json').write_text('{}')
-    infer.load(tmp_path / 'encoder')
-    assert '2_Dense' in caplog.messages[0]
-
-
 def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):
     """transformers 5 saves all mt5 as tied, which its encoder does not depend on."""
     write_encoder(tmp_path, 'mt5')

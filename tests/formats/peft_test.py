@@ -213,14 +213,14 @@ def write_lora(folder, config, params, base):
 @pytest.mark.parametrize('targets, expected', [
     ('.+/(query|value)/kernel', ['q', 'v']),
     ('.+/kernel', ['k', 'lm_head', 'o', 'q', 'v', 'wi_0', 'wi_1', 'wo']),
-    ('encoder/layers_1/attention/query/kernel', ['encoder.block.1.layer.0.SelfAttention.q']),
 ])  # fmt: skip
 def test_written_is_read(tmp_path, targets, expected):
     base = write_base(tmp_path / 'base', 't5_1_1')
     config, params = random_lora(base, targets)
     write_lora(tmp_path / 'new/lora', config, params, tmp_path / 'base')
     settings = json.loads((tmp_path / 'new/lora/adapter_config.json').read_text())
-    assert settings['target_modules'] == expected
+    modules = settings['target_modules']
+    assert sorted({x.rpartition('.')[2] for x in modules}) == expected
     opened = formats.open.open_model(tmp_path / 'new/lora')
     assert opened.config == base
     for path, x in model.merge_adapters(config, params).items():
