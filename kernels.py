@@ -1,6 +1,7 @@
-"""Functions that XLA compiles badly for one kind of device: plain JAX first, the other form beside it.
+"""Skip this file: each function equals the JAX call that its docstring begins with.
 
-Only this file asks which device it is on. docs/log.md has the figures.
+XLA compiles these calls slowly for one kind of device, so a second form stands next to plain JAX. Only this file asks
+which device it is on. docs/log.md has the figures.
 """
 
 import dataclasses
@@ -159,10 +160,9 @@ def mean(x: jax.Array, axis: int, keepdims: bool = False) -> jax.Array:
 def reduce(operation: Callable, x: jax.Array, axis: int | None, keepdims: bool) -> jax.Array:
     """Return operation(x, axis); the operation is jnp.sum, for float32, or _max.
 
-    On CPUs, reduce blocks of 32 first. XLA does so, too, but writes all numbers to memory before; a dimension of 32 it
-    reduces in the loop that computes the numbers, vectorized along the last dimension. The barrier keeps XLA from
-    joining the stages; the window keeps it from computing the first within the second, where its numbers would not be
-    adjacent.
+    On CPUs, reduce blocks of 32 first. XLA also blocks, but materializes the input first; it fuses a reduction over 32
+    elements into the loop that computes them. The barrier keeps XLA from joining the two stages. The window keeps it
+    from computing the first stage inside the second, which would read memory with strides.
     """
 
     def in_stages(x):

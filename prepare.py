@@ -7,8 +7,9 @@ import io
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -38,10 +39,11 @@ from run.agreement import check_alike
 from run.examples import changes_of_targets
 from run.interval import Interval, NotFinite
 from run.introduction import introduction
-from run.lock import lock
+from run.lock import Lock, lock
 from run.task_metrics import TaskMetrics
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
-from stream import Stream
+from stream import OpenMixture, OpenTask, Stream
+from vocabulary import Vocabulary
 
 
 def make_spec(
@@ -97,206 +99,264 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     Restores the workdir's newest valid checkpoint if there is one. Raises Refused or OSError, before
     anything is compiled, for invalid settings, files and folders.
     """
-    # The settings.
     spec = make_spec(config)
     best.check_settings(config)
     folder = paths.to_path(folder)
     checks.check_is_run(folder)
-
-    # The text.
     terminal = console.Console()
     with terminal.working('Reading the text'):
-        mixture = tasks.open.open_mixture(config.data)
-        evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
-        evaluated_tasks = []
-        if config.infer_eval.every_steps:
-            evaluated_tasks = task_metrics.open_tasks(config, config.infer_eval.split)
-    checks.check_mixture(config, mixture)
-
+        text = open_text(config)
     with contextlib.ExitStack() as stack:
-        # The workdir, and the checkpoint to start from.
-        remedy = (
-            'stop that run, or name another --workdir; if this process has prepared it before, train '
-            'that run, or close its workdir.lock'
-        )
-        held = stack.enter_context(
-            lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
-        )
+        held = stack.enter_context(lock_workdir(folder))
         checks.check_shared(folder)
         lines = best.read_metrics(folder)
         with terminal.working('Verifying the newest checkpoint'):
             begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
-        # Removes unfinished saves, which may fill the disk, before anything is written.
-        # Differs from T5X's SaveBestCheckpointer, which by default also keeps checkpoints without a
-        # value. Here a stop between two evaluations does not change which checkpoints a run leaves.
-        saver = checkpoint.Saver(
+        config = start.with_last_step(config, folder, begin)
+        lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
+        saver = checkpoint.Saver(  # removes unfinished saves, which may fill the disk
             folder,
             keep=config.save.keep,
             keep_every=config.save.keep_every,
             dtype=config.save.dtype,
             rank=lambda step: metrics.history(config.save).rank(step),
         )
-        directory = folder / f'checkpoint_{begin.step}'  # if the run resumes
-        num_logged = begin.step if begin.is_resumed else 0
-        kept_lines = [line for line in lines if line['step'] <= num_logged]
-        config = start.with_last_step(config, folder, begin)
-
-        # The vocabulary: the run's own, that of its starting checkpoint, or a new one.
         with terminal.working('Preparing the vocabulary'):
+            texts = training_texts(text.training)
             vocabulary = find_or_train_vocabulary(
-                config.data,
-                folder,
-                texts=training_texts(mixture),
-                max_size=config.model.vocab_size,
-                model=begin.vocabulary_model,
+                config.data, folder, texts, config.model.vocab_size, begin.vocabulary_model
             )
-
-        text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
-        check_alike('the text, the vocabulary or the file of model.module', text.encode())
-
-        # The content of config.json: the settings, and the values that they stand for.
-        resolved = json.loads(config.to_json())
-        resolved['model']['module'] = spec.model_config.module
-        resolved['model']['options'] = own_options.as_dict(spec.model_config.options)
-        resolved['corpus'] = mixture.corpus
-        resolved['data_fingerprint'] = mixture.fingerprint
-        resolved['vocabulary_hash'] = vocabulary.hash
-        if begin.base:
-            resolved['base'] = begin.base
-        if begin.is_resumed:
-            own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
-            options = own_options.default_options(spec.model_config)
-            checks.compare_settings(directory, resolved, options, mixture)
-            formats.open.compare(wanted(spec).shapes, checkpoint.shapes(begin.leaves))
-        results.Results(folder).scores()  # raises Refused for a damaged file
-
-        # This process's rows of the batches: training in epochs or without end, validation once.
-        batch_size = config.train.batch_size
-        sharding = NamedSharding(spec.mesh, partition.BATCH)
-        parts = sharding.addressable_devices_indices_map((batch_size,)).values()
-        rows = np.concatenate([np.arange(batch_size)[part] for part in parts])
+        resolved = resolve_settings(config, spec, text.training, vocabulary, begin, folder)
         with terminal.working('Opening the text'):
-            open_stream = functools.partial(
-                Stream,
-                vocabulary=vocabulary,
-                config=config.data,
-                batch_size=batch_size,
-                seed=config.seed,
-                rows=range(rows.min(), rows.max() + 1),
-            )
-            training = open_stream(mixture, 'train', num_epochs=config.train.epochs or None)
-            evaluated = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
-            held_out = open_stream(evaluated, 'validation', num_epochs=1)
-
-        # Describe the model, the devices and the data.
-        for line in introduction(
-            training,
-            spec.model_config,
-            spec.state_shapes.params,
-            spec.trained,
-            spec.mesh,
-            has_task_metrics=config.infer_eval.every_steps > 0,
-        ):
-            terminal.line(line)
-
-        # The examples of task metrics, and whether train.early_stopping has ended the run.
+            open_split = functools.partial(open_stream, config, spec, vocabulary)
+            training = open_split(text.training, 'train', config.train.epochs or None)
+            held_out = open_split(text.held_out, 'validation', num_epochs=1)
+        introduce(terminal, config, spec, training, begin)
         with terminal.working('Reading the examples of task metrics'):
-            read_tasks = task_metrics.read_tasks(
-                config, config.infer_eval.split, vocabulary, evaluated_tasks, terminal.line
+            answered = task_metrics.read_tasks(
+                config, config.infer_eval.split, vocabulary, text.answered, terminal.line
             )
-        if not begin.is_resumed:
-            with terminal.working('Reading the first targets'):
-                for line in changes_of_targets(training.tasks):
-                    terminal.line(line)
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, held_out, read_tasks)
-
-        # The compiled step, unless the run is finished.
-        end = None
-        planned = memory.Plan(step=None, num_microbatches=1, note='')
-        if begin.is_resumed and begin.step >= config.train.steps:
-            end = loop.End.STEPS
-        elif best.history(config.save, kept_lines).ends(config.train.early_stopping):
-            end = loop.End.EARLY_STOPPING
-        else:
-            offset = config.optimizer.step_offset
-            if offset > begin.step:  # T5X's formula has no value there
-                raise Refused(f'optimizer.step_offset={offset}: use {begin.step}, the first step')
-            saved = train.saved_tree(spec, spec.state_shapes)
-            checks.check_saving(folder, memory.num_state_bytes(saved))
-            terminal.line(
-                f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
-            )
-            memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
-            began = time.monotonic()
-            with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
-                if not begin.leaves:  # in parallel: both take about as long
-                    initialize = thread.submit(train.compile_init, spec)
-                planned = fit_step(config, spec)
-            if planned.note:
-                terminal.line(planned.note)
-            terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')
-
-        # The state, the position in the data, and the metrics since the last logged step.
-        with terminal.working('Restoring' if begin.leaves else 'Initializing'):
-            if begin.leaves:
-                dtype = '' if begin.is_resumed else config.restore.dtype
-                state = restore(spec, begin.leaves, dtype)
-            else:
-                state = initialize.result()()
-        interval = []
-        num_not_finite = 0
+            task_metrics.check_best_metric(config, held_out, answered)
+        end = end_of(config, begin, lines)
+        planned, state = compile_and_restore(config, spec, begin, folder, end, terminal)
+        progress = SavedProgress()
         if begin.is_resumed:
-            num_not_finite = json.loads((directory / 'not_finite.json').read_bytes())
-            positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
-            training.seek(positions[training.rows])
-            if jax.process_index() == 0:  # counts are summed over processes
-                num_examples = json.loads((directory / 'data_counts.json').read_bytes())
-                training.counts[:] = [num_examples[task.name] for task in training.tasks]
-            interval = json.loads((directory / 'interval.json').read_bytes())
-
-        # The files of the run. config.json comes first: it marks the folder as a run.
+            progress = seek(training, folder / f'checkpoint_{begin.step}')
         resolved['train']['num_microbatches'] = planned.num_microbatches
-        files = {'config.json': json.dumps(resolved, indent=1).encode(), **kept_files(vocabulary)}
-        if jax.process_index() == 0:
-            shapes = state_names.to_t5x(*spec.state_shapes)
-            info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
-            for name, content in {**files, 'model-info.txt': info.encode()}.items():
-                paths.replace_file(folder / name, content)
-        files |= own_model.files_of(spec.model_config)
-        base = model.without_adapters(spec.model_config)
-        merge = functools.partial(model.merge_adapters, spec.model_config)
-        base_params = jax.eval_shape(merge, spec.state_shapes.params)
-        t5 = infer.T5(base, base_params, spec.mesh, vocabulary)
-        metrics = workdir.Metrics(folder, kept_lines, mixture.corpus)
-        evaluations: list[loop.Evaluation] = [
-            *validation.open_evaluations(
-                config,
-                spec.model_config,
-                spec.mesh,
-                training,
-                held_out,
-                planned.num_microbatches,
-                report=terminal.validation_losses,
-            ),
-            *(TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in read_tasks),
-        ]
+        files = write_files(folder, resolved, spec, vocabulary)
+        metrics = workdir.Metrics(folder, lines, text.training.corpus)
         kept = workdir.Workdir(folder, held, metrics, saver, files)
+        losses = validation.open_evaluations(
+            config,
+            spec.model_config,
+            spec.mesh,
+            training,
+            held_out,
+            planned.num_microbatches,
+            report=terminal.validation_losses,
+        )
+        t5 = answering_model(spec, vocabulary)
+        answers = [TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in answered]
         stack.pop_all()  # the run keeps its lock
     return loop.Run(
         config=config,
         workdir=kept,
         console=terminal,
         stream=training,
-        evaluations=evaluations,
+        evaluations=[*losses, *answers],
         spec=spec,
         train_step=planned.step,
-        not_finite=NotFinite(config.train, folder, begin.step, num_not_finite),
+        not_finite=NotFinite(config.train, folder, begin.step, progress.num_not_finite),
         step=begin.step,
         state=state,
-        interval=Interval(interval),
+        interval=Interval(progress.interval),
         end=end,
     )
+
+
+class Text(NamedTuple):
+    """The open tasks of a run."""
+
+    training: OpenMixture
+    held_out: OpenMixture  # with the tasks that are evaluated alone
+    answered: list[OpenTask]  # tasks with metrics of answers
+
+
+def open_text(config: ConfigDict) -> Text:
+    mixture = tasks.open.open_mixture(config.data)
+    evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
+    answered = []
+    if config.infer_eval.every_steps:
+        answered = task_metrics.open_tasks(config, config.infer_eval.split)
+    checks.check_mixture(config, mixture)
+    held_out = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
+    return Text(mixture, held_out, answered)
+
+
+def lock_workdir(folder: paths.AnyPath) -> Lock:
+    remedy = (
+        'stop that run, or name another --workdir; if this process has prepared it before, train '
+        'that run, or close its workdir.lock'
+    )
+    return lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
+
+
+def resolve_settings(
+    config: ConfigDict,
+    spec: train.StepSpec,
+    mixture: OpenMixture,
+    vocabulary: Vocabulary,
+    begin: start.Start,
+    folder: paths.AnyPath,
+) -> dict:
+    """Return the content of config.json: the settings, and the values that they stand for.
+
+    Raises Refused if they are not those of the run that is resumed.
+    """
+    text = digest([mixture.fingerprint, vocabulary.hash, spec.model_config.modules.source])
+    check_alike('the text, the vocabulary or the file of model.module', text.encode())
+    resolved = json.loads(config.to_json())
+    resolved['model']['module'] = spec.model_config.module
+    resolved['model']['options'] = own_options.as_dict(spec.model_config.options)
+    resolved['corpus'] = mixture.corpus
+    resolved['data_fingerprint'] = mixture.fingerprint
+    resolved['vocabulary_hash'] = vocabulary.hash
+    if begin.base:
+        resolved['base'] = begin.base
+    if begin.is_resumed:
+        directory = folder / f'checkpoint_{begin.step}'
+        own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
+        options = own_options.default_options(spec.model_config)
+        checks.compare_settings(directory, resolved, options, mixture)
+        formats.open.compare(wanted(spec).shapes, checkpoint.shapes(begin.leaves))
+    results.Results(folder).scores()  # raises Refused for a damaged file
+    return resolved
+
+
+def open_stream(
+    config: ConfigDict,
+    spec: train.StepSpec,
+    vocabulary: Vocabulary,
+    mixture: OpenMixture,
+    split: str,
+    num_epochs: int | None,
+) -> Stream:
+    """Return the batches of a split, with this process's rows."""
+    sharding = NamedSharding(spec.mesh, partition.BATCH)
+    parts = sharding.addressable_devices_indices_map((spec.batch_size,)).values()
+    rows = np.concatenate([np.arange(spec.batch_size)[part] for part in parts])
+    return Stream(
+        mixture,
+        split,
+        vocabulary,
+        config.data,
+        batch_size=spec.batch_size,
+        seed=config.seed,
+        rows=range(rows.min(), rows.max() + 1),
+        num_epochs=num_epochs,
+    )
+
+
+def introduce(
+    terminal: console.Console,
+    config: ConfigDict,
+    spec: train.StepSpec,
+    training: Stream,
+    begin: start.Start,
+) -> None:
+    """Describe the model, the devices and the data."""
+    has_task_metrics = config.infer_eval.every_steps > 0
+    lines = introduction(training, spec.model_config, spec.trained, spec.mesh, has_task_metrics)
+    if not begin.is_resumed:
+        with terminal.working('Reading the first targets'):
+            lines += changes_of_targets(training.tasks)
+    for line in lines:
+        terminal.line(line)
+
+
+def end_of(config: ConfigDict, begin: start.Start, lines: Sequence[Mapping]) -> loop.End | None:
+    """Return why a run takes no more steps, if it does not. `lines`: of metrics.jsonl."""
+    if begin.is_resumed and begin.step >= config.train.steps:
+        return loop.End.STEPS
+    if best.history(config.save, lines).ends(config.train.early_stopping):
+        return loop.End.EARLY_STOPPING
+    return None
+
+
+def compile_and_restore(
+    config: ConfigDict,
+    spec: train.StepSpec,
+    begin: start.Start,
+    folder: paths.AnyPath,
+    end: loop.End | None,
+    terminal: console.Console,
+) -> tuple[memory.Plan, train.TrainState[jax.Array]]:
+    """Return the compiled step, none for a finished run, and the state before it."""
+    planned = memory.Plan(step=None, num_microbatches=1, note='')
+    if end is None:
+        offset = config.optimizer.step_offset
+        if offset > begin.step:  # T5X's formula has no value there
+            raise Refused(f'optimizer.step_offset={offset}: use {begin.step}, the first step')
+        saved = train.saved_tree(spec, spec.state_shapes)
+        checks.check_saving(folder, memory.num_state_bytes(saved))
+        terminal.line(
+            f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
+        )
+        memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
+        began = time.monotonic()
+        with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
+            if not begin.leaves:  # in parallel: both take about as long
+                initialize = thread.submit(train.compile_init, spec)
+            planned = fit_step(config, spec)
+        if planned.note:
+            terminal.line(planned.note)
+        terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')
+    with terminal.working('Restoring' if begin.leaves else 'Initializing'):
+        if not begin.leaves:
+            return planned, initialize.result()()
+        dtype = '' if begin.is_resumed else config.restore.dtype
+        return planned, restore(spec, begin.leaves, dtype)
+
+
+class SavedProgress(NamedTuple):
+    """What loop.save keeps of a run beside its state."""
+
+    interval: Sequence[dict[str, float]] = ()  # metrics of the steps since the last logged one
+    num_not_finite: int = 0  # steps skipped
+
+
+def seek(training: Stream, directory: paths.AnyPath) -> SavedProgress:
+    """Continue a stream at the position that a checkpoint keeps; return the rest of its progress."""
+    positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
+    training.seek(positions[training.rows])
+    if jax.process_index() == 0:  # counts are summed over processes
+        num_examples = json.loads((directory / 'data_counts.json').read_bytes())
+        training.counts[:] = [num_examples[task.name] for task in training.tasks]
+    interval = json.loads((directory / 'interval.json').read_bytes())
+    return SavedProgress(interval, json.loads((directory / 'not_finite.json').read_bytes()))
+
+
+def write_files(
+    folder: paths.AnyPath, resolved: Mapping, spec: train.StepSpec, vocabulary: Vocabulary
+) -> dict[str, bytes]:
+    """Write the files of a run; return those that each checkpoint keeps."""
+    # config.json comes first: it marks the folder as a run.
+    files = {'config.json': json.dumps(resolved, indent=1).encode(), **kept_files(vocabulary)}
+    if jax.process_index() == 0:
+        shapes = state_names.to_t5x(*spec.state_shapes)
+        info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
+        for name, content in {**files, 'model-info.txt': info.encode()}.items():
+            paths.replace_file(folder / name, content)
+    return files | own_model.files_of(spec.model_config)
+
+
+def answering_model(spec: train.StepSpec, vocabulary: Vocabulary) -> infer.T5:
+    """Return the model, without adapters, that answers with parameters given later."""
+    base = model.without_adapters(spec.model_config)
+    merge = functools.partial(model.merge_adapters, spec.model_config)
+    params = jax.eval_shape(merge, spec.state_shapes.params)
+    return infer.T5(base, params, spec.mesh, vocabulary)
 
 
 def wanted(spec: train.StepSpec) -> start.Wanted:

@@ -1,10 +1,11 @@
 """What a run says before its first step: its model, its devices and its data."""
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection
 
-import jax
 from jax.sharding import Mesh
 
+import model
 import tasks.open
 from messages import first_ten
 from model import T5Config
@@ -15,7 +16,6 @@ from stream import Stream
 def introduction(
     training: Stream,
     model_config: T5Config,
-    params: Mapping[str, jax.ShapeDtypeStruct],
     trained: Collection[str],
     mesh: Mesh,
     has_task_metrics: bool,
@@ -33,8 +33,9 @@ def introduction(
             '!!!  C4: --config.data.files=/path/to/c4-train.*.json.gz (docs/data.md).',
             '!' * 80,
         ]
-    num_parameters = sum(x.size for x in params.values())
-    num_trained = sum(params[path].size for path in trained)
+    sizes = {path: math.prod(shape) for path, shape in model.shapes(model_config).items()}
+    num_parameters = sum(sizes.values())
+    num_trained = sum(sizes[path] for path in trained)
     of_them = ''
     if num_trained < num_parameters:
         of_them = f' ({num_trained:,} of them trained)'

@@ -47,7 +47,9 @@ class Start(NamedTuple):
 
     step: int = 0
     is_resumed: bool = False  # from a checkpoint in its own workdir
-    leaves: Mapping[str, Any] = {}  # from a checkpoint's index; others get their initial value
+    leaves: Mapping[
+        str, checkpoint.Leaf
+    ] = {}  # from a checkpoint's index; others get their initial value
     base: Mapping[str, str] = {}  # for adapters, formats.open.describe_base of their checkpoint
     vocabulary_model: bytes = b''  # the checkpoint's own; b'' if it has none
     description: str = 'From scratch'

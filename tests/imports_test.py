@@ -38,7 +38,7 @@ CORE = {
     'loss': 140,
     'optimizer': 240,
     'partition': 300,
-    'prepare': 350,
+    'prepare': 410,
     'data': 486,
     'stream': 510,
     'vocabulary': 225,
