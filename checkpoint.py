@@ -94,17 +94,13 @@ class Checksum(NamedTuple):
 
 @dataclass(eq=False)
 class Saver:
-    """Saves checkpoints into a workdir during training. Every process makes one and makes the same calls.
-
-    Keeps: the newest; the `keep` best by `rank`, of finite rank; multiples of `keep_every`; those with T5X's marker
-    file PINNED. It deletes the others after each save.
-    """
+    """Saves checkpoints into a workdir during training. Every process makes one and makes the same calls."""
 
     folder: str | AnyPath
-    keep: int = 0  # 0: all
-    keep_every: int = 0  # 0: none
     dtype: str = ''  # for saved parameters; '': their own
-    rank: Callable[[int], float] = float  # step -> rank; by default the newest are best
+    prune: Callable[[], None] = lambda: (
+        None
+    )  # deletes old checkpoints, in the first process after each save
 
     def __post_init__(self) -> None:
         self.workdir = paths.to_path(self.folder)
@@ -205,21 +201,6 @@ class Saver:
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
             raise OSError(f'{final} is not saved ({paths.reason(error)})') from error
         self.prune()
-
-    def prune(self) -> None:
-        """Delete checkpoints that are not kept, in the first process."""
-        if not self.keep or jax.process_index() > 0:
-            return
-        found = steps(self.workdir)
-        ranked = [step for step in found if self.rank(step) > -math.inf]
-        ranked.sort(key=self.rank, reverse=True)  # stable: the first of equal ones leads
-        kept = ranked[: self.keep] + found[-1:]
-        for step in found:
-            directory = self.workdir / f'checkpoint_{step}'
-            is_multiple = bool(self.keep_every) and step % self.keep_every == 0
-            if step in kept or is_multiple or (directory / 'PINNED').exists():
-                continue
-            delete(directory)
 
 
 def delete(directory: AnyPath) -> None:

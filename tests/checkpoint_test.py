@@ -23,11 +23,12 @@ from faults import contents
 from forms import first_quick
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 import checkpoint
 import formats.open
 from messages import Refused
-from run import verify
+from run import verify, workdir
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / 'tests/golden'  # written by google-research/t5x, commit cc342d4
@@ -597,7 +598,8 @@ def test_an_error_of_the_caller_loses_no_save(tmp_path):
     'keep, keep_every, left', [(3, 0, [1, 5, 6, 7]), (1, 3, [0, 1, 3, 6, 7]), (9, 2, range(8))]
 )
 def test_what_is_kept(tmp_path, keep, keep_every, left):
-    saver = checkpoint.Saver(tmp_path, keep, keep_every)
+    save = ConfigDict({'keep': keep, 'keep_every': keep_every})
+    saver = checkpoint.Saver(tmp_path, prune=lambda: workdir.prune(tmp_path, save))
     for step in range(8):
         saver.save(step, {'state/step': np.int32(step), 'target/a': np.ones(3)})
         saver.wait()

@@ -43,7 +43,7 @@ CORE = {
     'stream': 510,
     'vocabulary': 225,
     'validation': 276,
-    'checkpoint': 615,
+    'checkpoint': 590,
     'decode': 650,
     'infer': 710,
     'messages': 50,
