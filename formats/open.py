@@ -259,8 +259,8 @@ def _config_beside(directory: paths.AnyPath) -> T5Config | None:
     defaults = base.get_config().model.to_dict()
     unknown = sorted(settings.keys() - defaults.keys())
     with named(f'{directory}/config.json'):
-        if unknown or not isinstance(settings.get('options') or {}, dict):
-            raise Refused(f'model has {unknown or "no group of options"}: restore it from a copy')
+        if unknown:
+            raise Refused(f'model has {unknown}: restore it from a copy')
         module = own_model.module_of(directory, (defaults | settings)['module'])
         return own_model.load({**defaults, **settings, 'module': module})
 
@@ -281,9 +281,8 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
     wo = f'{mlp}/wo/kernel'
     out = 'encoder/layers_0/attention/out/kernel'
     for path in (embedding, bias, wo, out):
-        shape = shapes.get(path, ())
         num_dims = 3 if '/expert/' in path else 2
-        if len(shape) != num_dims or not all(0 < size < 2**31 for size in shape):
+        if len(shapes.get(path, ())) != num_dims:
             raise Refused(f'{directory} has no matrix {path!r}: name {checkpoint.FORMATS}')
     vocab_size, emb_dim = shapes[embedding]
     num_heads = shapes[bias][0]

@@ -39,7 +39,7 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
             value = parsed(value, default)
         check.check_allowed(key, value, default, FINITE)
         if isinstance(default, tuple) and not all(isinstance(x, ITEM) for x in value):
-            raise Refused(f'{key}={value!r}: {check.kind_of(default)}, each a number or a text')
+            raise Refused(f'{key}={value!r}: {setting.kind_of(default)}, each a number or a text')
         values[name] = type(default)(value)
     return None if declared is None else declared(**values)
 

@@ -33,8 +33,7 @@ from messages import Refused, first_ten
 from model import T5Config
 
 WEIGHTS = 'adapter_model.safetensors'
-PICKLE = 'adapter_model.bin'
-FILES = (ADAPTER_CONFIG, WEIGHTS, PICKLE)
+FILES = (ADAPTER_CONFIG, WEIGHTS)
 LORA = 'LORA'
 PROMPT_TUNING = 'PROMPT_TUNING'
 PROMPT_FAMILY = 'prompt_tuning'
@@ -120,8 +119,6 @@ def read_index(
     `config` and `base`, {our path: leaf}, are the base's.
     """
     file = folder / WEIGHTS
-    if not paths.is_file(file) and paths.is_file(folder / PICKLE):
-        hugging_face.check_file(folder / PICKLE, is_adapter=False)
     entries = hugging_face.read_header(paths.own_file(file))
     for entry in entries.values():
         hugging_face.check_array(entry)
@@ -156,8 +153,8 @@ def read_index(
 
     for path, adapters in found.items():
         module = translate(path, names)
-        rank = _setting(folder, settings, 'r', 'rank_pattern', module)
-        alpha = _setting(folder, settings, 'lora_alpha', 'alpha_pattern', module)
+        rank = _setting(settings, 'r', 'rank_pattern', module)
+        alpha = _setting(settings, 'lora_alpha', 'alpha_pattern', module)
         kernel = arrays.get(path, base[path])
         rows, columns = kernel.shape
         expected: dict[str, tuple[int, ...]]
@@ -181,34 +178,23 @@ def read_index(
     return arrays
 
 
-def _setting(folder: Path, settings: Mapping, name: str, of_modules: str, module: str) -> Any:
+def _setting(settings: Mapping, name: str, of_modules: str, module: str) -> Any:
     """Return a number of `settings`, that of a pattern in `of_modules` where one matches the module."""
-    value = settings.get(name)
-    patterns = settings.get(of_modules) or {}
-    try:
-        for pattern, other in patterns.items():
-            if re.fullmatch(rf'(.*\.)?({pattern})', module):
-                name = f'{of_modules}[{pattern!r}]'
-                value = other
-                break
-    except (AttributeError, re.error, OverflowError, RecursionError):
-        name = of_modules
-        value = patterns
-    kinds = (int,) if of_modules == 'rank_pattern' else (int, float)
-    if not isinstance(value, kinds) or not 0 < value < 2**31:
-        raise Refused(f'{folder / ADAPTER_CONFIG}: {name}={value!r}: must be a number above 0')
-    return value
+    for pattern, value in (settings.get(of_modules) or {}).items():
+        if re.fullmatch(rf'(.*\.)?({pattern})', module):
+            return value
+    return settings[name]
 
 
 def _read_prompt(
     file: Path, settings: Mapping, config: T5Config, entries: Mapping[str, SafetensorsEntry]
 ) -> dict[str, Leaf]:
     """Return the prompt of the encoder, which comes before that of the decoder if there is one."""
-    length = settings.get('num_virtual_tokens')
+    length = settings['num_virtual_tokens']
     shapes = {name: entry.shape for name, entry in entries.items()}
-    num_rows = [length, 2 * length] if isinstance(length, int) and length > 0 else []
-    if config.module or shapes not in [{PROMPT_NAME: (rows, config.emb_dim)} for rows in num_rows]:
+    expected = [{PROMPT_NAME: (rows, config.emb_dim)} for rows in (length, 2 * length)]
+    if config.module or shapes not in expected:
         raise Refused(
-            f'{file} has {shapes}: must be num_virtual_tokens={length!r} x {config.emb_dim} in {PROMPT_NAME}'
+            f'{file} has {shapes}: must be num_virtual_tokens={length} x {config.emb_dim} in {PROMPT_NAME}'
         )
     return {PROMPT: entries[PROMPT_NAME].read()[:length]}

@@ -32,7 +32,7 @@ class Damaged(Refused):
 class Fault(NamedTuple):
     """What is wrong with a checkpoint, in one line."""
 
-    kind: str  # 'refused' (not to be trusted), 'unreadable', 'damaged', or 'no checksums': T5X saves none
+    kind: str  # 'refused' (a pointer of git-lfs), 'unreadable', 'damaged', or 'no checksums': T5X saves none
     message: str
 
 
@@ -47,12 +47,6 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
                 raise Refused(f'{folder} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
     index = unstack(checkpoint.read_index(directory))
-    leaf = index.get('state/step', np.zeros((), np.int32))
-    step = np.array(leaf.shape)
-    if leaf.shape == ():
-        step = np.asarray(checkpoint.read_leaf(leaf))
-    if step.shape or step.dtype.kind not in 'iu' or not 0 <= step < 2**31:
-        raise Refused(f'{directory} has state/step {step}, not an int32: copy it again')
     averages = average_paths(index)
     leaves = {path: leaf for path, leaf in index.items() if path not in averages}
     for path, parameter in averages.items():
@@ -77,7 +71,7 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
 
     Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files
-    that cannot be read, Refused for what is not to be trusted. Every process reads its share; all raise the same.
+    that cannot be read, Refused for a pointer of git-lfs. Every process reads its share; all raise the same.
     """
     faults = _find_faults(paths.to_path(directory), ignored)
     if jax.process_count() > 1:  # the first ten of each
@@ -135,13 +129,10 @@ def _find_fault(
     file = directory / name
     saved = checksums[name]
     try:
-        if not paths.is_file(file):  # a foreign manifest may name a device, which never ends
+        if not paths.is_file(file):
             return Fault('damaged', f'{name} is missing')
         found = checkpoint.checksum(file)
-        is_short = found.num_bytes < checkpoint.LFS_POINTER_BYTES
-        if is_short and found.num_bytes != saved.num_bytes:
-            paths.check_not_lfs(file)
-    except (ValueError, OSError) as error:  # ValueError: a name that no system has
+    except (Refused, OSError) as error:
         return _fault_of(error)
     if found.num_bytes != saved.num_bytes:
         return Fault('damaged', f'{name} has {found.num_bytes} bytes, not {saved.num_bytes}')
@@ -181,7 +172,6 @@ def _read_manifest(directory: paths.AnyPath) -> tuple[int, dict[str, checkpoint.
 # heads have an axis of their own.
 
 STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
-MAX_LAYERS = 1000  # a few bytes could claim any number
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +209,7 @@ def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
     others: dict[str, Leaf] = {}
     for path, leaf in index.items():
         match = STACKED_PARAMETER.fullmatch(path)
-        if not match or len(leaf.shape) < 2 or leaf.shape[1] > MAX_LAYERS:
+        if not match:
             if not path.startswith('state/param_states/'):
                 others[path] = leaf
             continue

@@ -129,10 +129,7 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
         return vocabulary
     except Refused:
         raise
-    except BaseException as error:
-        # The library's errors are plain Exceptions, but for a damaged charsmap: Rust's panic is none.
-        if not isinstance(error, Exception) and type(error).__name__ != 'PanicException':
-            raise
+    except Exception as error:  # the library's have no class of their own
         raise Refused(f'no tokenizer.json of transformers ({error!r})') from error
 
 

@@ -5,7 +5,6 @@
 
 import itertools
 import json
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 from absl import logging
@@ -94,8 +93,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         if file is None:
             names = ', '.join(VOCABULARY_NAMES)
             raise Refused(f"no such file, and no folder that has {names}: name one, or 'bytes'")
-        paths.check_not_lfs(file)  # a link of the user's own may lead anywhere
-        found = read_model(file, extra_ids, remedy='name another vocabulary')
+        found = read_model(paths.own_file(file), extra_ids, remedy='name another vocabulary')
         check_tokens(file.parent, found)
         return found
 
@@ -220,14 +218,11 @@ def listed_tokens(
             continue
         content = paths.read_json(file)
         files.append(file.name)
-        try:
-            if file.name == 'added_tokens.json':
-                content = {'added_tokens': [{'content': x, 'id': i} for x, i in content.items()]}
-            tokens += tokens_of(content)
-            vocab = content.get('model', {}).get('vocab', [])  # {piece: id} or [[piece, score]]
-            pieces += [piece if isinstance(piece, str) else str(piece[0]) for piece in vocab]
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise Refused(f'{file} lists no tokens ({error!r}): copy it again') from error
+        if file.name == 'added_tokens.json':
+            content = {'added_tokens': [{'content': x, 'id': i} for x, i in content.items()]}
+        tokens += tokens_of(content)
+        vocab = content.get('model', {}).get('vocab', [])  # {piece: id} or [[piece, score]]
+        pieces += [piece if isinstance(piece, str) else str(piece[0]) for piece in vocab]
     sentinel_ids: dict[str, int] = {}
     ids: dict[str, int] = {}
     if vocabulary is not None and vocabulary.model:
@@ -339,9 +334,9 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
 def tokens_of(content: Mapping) -> Iterator[tuple[str, int | None]]:
     """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
     for i, token in content.get('added_tokens_decoder', {}).items():
-        yield str(token['content']), int(i)
+        yield token['content'], int(i)
     for token in content.get('added_tokens', ()):
-        yield str(token['content']), operator.index(token['id'])
+        yield token['content'], token['id']
     names: list = []
     for key, value in content.items():
         if key.endswith('_special_tokens') and isinstance(value, dict):

@@ -93,8 +93,7 @@ def write_json(file: Path, content: Mapping) -> None:
 
 def save_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
     """Write a safetensors file with the permissions of its folder's other files."""
-    with paths.library_errors(file):
-        safetensors.numpy.save_file(arrays, file, {'format': 'pt'})
+    safetensors.numpy.save_file(arrays, file, {'format': 'pt'})
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it private
 
 
@@ -211,20 +210,8 @@ def write_peft(
             'lora_alpha': int(alpha) if alpha == int(alpha) else alpha,
             'lora_dropout': 0.0,
             'bias': 'none',
-            'target_modules': _targets(config, sorted(modules.values())),
+            'target_modules': sorted(modules.values()),
         }
     with new_folder(folder) as unfinished:
         write_json(unfinished / ADAPTER_CONFIG, settings)
         save_arrays(unfinished / peft.WEIGHTS, arrays)
-
-
-def _targets(config: model.T5Config, modules: list[str]) -> list[str]:
-    """Return peft's target_modules for these modules: the ends of their names, such as q, if they suffice."""
-    ends = sorted({module.rpartition('.')[2] for module in modules})
-    table = hugging_face.parameter_names(config)
-    matched = []
-    for path in model.shapes(config):
-        module = translate(path, table)
-        if path.endswith('/kernel') and module.rpartition('.')[2] in ends:
-            matched.append(module)
-    return ends if sorted(matched) == modules else modules

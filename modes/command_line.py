@@ -12,6 +12,7 @@ from ml_collections import ConfigDict, config_flags
 import user_code
 from configs import base
 from configs import check as settings
+from configs.setting import kind_of
 from messages import Refused
 from modes import processes
 
@@ -201,7 +202,7 @@ def explain_flag(error: flags.Error) -> str:
     if setting == name:
         rule = 'must be true or false' if flags.FLAGS[name].boolean else str(error.__context__)
     elif setting in defaults:
-        rule = settings.kind_of(defaults[setting])
+        rule = kind_of(defaults[setting])
     return f'{given}: {rule}'
 
 

@@ -272,7 +272,7 @@ def with_new_rows(
 def check_files(path: str, leaves: Mapping[str, Any]) -> None:
     """Raise Refused if the folder of an array in T5X's layout is missing, as in a copy without state.*."""
     entries = [leaf for leaf in leaves.values() if isinstance(leaf, checkpoint.ZarrEntry)]
-    names = {file for entry in entries[:1] for file in checkpoint.list_folder(entry.directory)}
+    names = {file for entry in entries[:1] for file in checkpoint.list_folder(entry.folder.parent)}
     missing = [entry.folder.name for entry in entries if entry.folder not in names]
     if missing:
         remedy = 'copy it again'

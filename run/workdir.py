@@ -14,11 +14,12 @@ With several processes, the first one writes.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ import jax
 import numpy as np
 import tensorboard.summary
 from jax.sharding import PartitionSpec
+from ml_collections import ConfigDict
 
 import checkpoint
 import partition
@@ -123,6 +125,26 @@ class Metrics:
         if name != 'train':
             self.evaluations.append(line)
         self.events.write(name, step, values)
+
+
+def prune(folder: paths.AnyPath, save: ConfigDict, rank: Callable[[int], float] = float) -> None:
+    """Delete old checkpoints of a run, in the first process; `rank`: step -> rank, by default the newest are best.
+
+    Keeps: the newest; the `save.keep` best by `rank`, of finite rank (0: all); multiples of `save.keep_every`; those
+    with T5X's marker file PINNED.
+    """
+    if not save.keep or jax.process_index() > 0:
+        return
+    steps = checkpoint.steps(folder)
+    ranked = [step for step in steps if rank(step) > -math.inf]
+    ranked.sort(key=rank, reverse=True)  # stable: the first of equal ones leads
+    kept = ranked[: save.keep] + steps[-1:]
+    for step in steps:
+        directory = folder / f'checkpoint_{step}'
+        is_multiple = bool(save.keep_every) and step % save.keep_every == 0
+        if step in kept or is_multiple or (directory / 'PINNED').exists():
+            continue
+        checkpoint.delete(directory)
 
 
 def model_info(

@@ -5,7 +5,6 @@ import concurrent.futures
 import glob
 import hashlib
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -100,8 +99,6 @@ def read_records(split: str, files: Mapping[str, paths.FileStatus]) -> list[File
     """Return the records of files, in the order in which the files are read."""
 
     def read(path: str) -> FileRecord:
-        if not paths.is_in_bucket(path):
-            paths.check_not_lfs(pathlib.Path(path))
         return FileRecord(split, path, files[path].num_bytes, content_digest(path, files[path]))
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:

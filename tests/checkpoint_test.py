@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -23,11 +22,12 @@ from faults import contents
 from forms import first_quick
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
 
 import checkpoint
 import formats.open
 from messages import Refused
-from run import verify
+from run import verify, workdir
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / 'tests/golden'  # written by google-research/t5x, commit cc342d4
@@ -149,29 +149,22 @@ def extension(code, array):
 
 @pytest.mark.parametrize('version', [2, 3])
 def test_foreign_leaf_forms(tmp_path, version):
-    """All that T5X and Flax have written: drivers, old and long specs, msgpack's extensions, chunks, nil."""
+    """All that T5X has written: drivers, old and long specs, msgpack's extensions, nil."""
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     old = spec('', [3, 4]) | {'path': 'target.old/', 'kvstore': {'driver': 'file'}}
     transform = {'input_inclusive_min': [0, 0], 'input_exclusive_max': [3, 4]}
     gcs = {'driver': 'gcs', 'bucket': 't5x-dummy-bucket', 'path': 'target.gcs/'}
-    chunks = {str(i): extension(1, part) for i, part in enumerate(np.split(values.ravel(), 3))}
     tree = {
         'target': {
             'gfile': spec('target.gfile/', [3, 4], driver='gfile'),
             'gcs': spec('', [3, 4]) | {'kvstore': gcs, 'transform': transform},
             'old': old,
             'half': extension(1, values.astype(ml_dtypes.bfloat16)),
-            'chunked': {
-                '__msgpack_chunked_array__': True,
-                'shape': {'0': 3, '1': 4},
-                'chunks': dict(reversed(chunks.items())),
-            },
             'frozen': None,
         },
         'state': {
             'step': extension(3, np.int32(7)),
             'count': 5,
-            'phase': msgpack.ExtType(2, msgpack.packb((1.5, -2.0))),
             'param_states': {'0': {'mu': {'a': extension(1, np.float32([1]))}}, '1': None},
         },
         'flax_mutables': {'statistics': {'mean': extension(1, np.float64(3))}},
@@ -179,12 +172,11 @@ def test_foreign_leaf_forms(tmp_path, version):
     directory = write_index(tmp_path / 'checkpoint_1', tree, version)
     for name in ('gfile', 'gcs', 'old'):
         write_zarr(directory / f'target.{name}', values)
-    expected = dict.fromkeys(('target/gfile', 'target/gcs', 'target/old', 'target/chunked'), values)
+    expected = dict.fromkeys(('target/gfile', 'target/gcs', 'target/old'), values)
     expected |= {
         'target/half': values.astype(ml_dtypes.bfloat16),
         'state/step': np.int32(7),
         'state/count': np.int64(5),
-        'state/phase': np.complex128(1.5 - 2j),
         'state/param_states/0/mu/a': np.float32([1]),
         'flax_mutables/statistics/mean': np.float64(3),
     }
@@ -572,7 +564,8 @@ def test_an_error_of_the_caller_loses_no_save(tmp_path):
     'keep, keep_every, left', [(3, 0, [1, 5, 6, 7]), (1, 3, [0, 1, 3, 6, 7]), (9, 2, range(8))]
 )
 def test_what_is_kept(tmp_path, keep, keep_every, left):
-    saver = checkpoint.Saver(tmp_path, keep, keep_every)
+    save = ConfigDict({'keep': keep, 'keep_every': keep_every})
+    saver = checkpoint.Saver(tmp_path, prune=lambda: workdir.prune(tmp_path, save))
     for step in range(8):
         saver.save(step, {'state/step': np.int32(step), 'target/a': np.ones(3)})
         saver.wait()
@@ -592,23 +585,6 @@ def write_array(folder, leaf, stored):
     return directory
 
 
-def test_paths_that_lead_outside(tmp_path):
-    ones = np.ones(3, np.float32)
-    write_zarr(tmp_path / 'secret', ones)
-    for i, path in enumerate(
-        ['../../secret/', 'target.a/../target.a/', f'{tmp_path}/secret/', 'link/']
-    ):
-        directory = write_array(tmp_path / str(i), spec(path, [3]), ones)
-        (directory / 'link').symlink_to(tmp_path / 'secret')
-        with pytest.raises(Refused, match=str(directory)):
-            checkpoint.restore(directory)
-
-
-def link_outside(array):
-    (array / '0').rename(array.parent.parent / 'secret')
-    (array / '0').symlink_to(array.parent.parent / 'secret')
-
-
 def put_a_folder_in_its_place(array):
     (array / '0').unlink()
     (array / '0').mkdir()
@@ -616,7 +592,6 @@ def put_a_folder_in_its_place(array):
 
 def test_files_of_an_array_that_are_refused(tmp_path):
     faults = [
-        link_outside,
         put_a_folder_in_its_place,
         lambda array: (array / '0').unlink(),
         lambda array: (array / '.zarray').unlink(),
@@ -629,40 +604,12 @@ def test_files_of_an_array_that_are_refused(tmp_path):
             checkpoint.restore(directory)
 
 
-def test_an_array_that_no_file_could_hold(tmp_path):
-    for shape, chunks in [([2**20, 2**20], [3, 1]), ([3, 1], [2**20, 2**20])]:
-        folder = tmp_path / str(shape[0])
-        directory = write_array(folder, spec('target.a/', shape), np.ones([3, 1], np.float32))
-        metadata = json.loads((directory / 'target.a/.zarray').read_text())
-        metadata |= {'shape': shape, 'chunks': chunks, 'compressor': {'id': 'gzip', 'level': 1}}
-        (directory / 'target.a/.zarray').write_text(json.dumps(metadata))
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(Refused, match='target.a'):
-            checkpoint.restore(directory)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
-
-
-def test_zeros_compress_as_well_as_anything(tmp_path):
-    """T5X's gzip at its best level is not a fault."""
-    zeros = np.zeros([4096, 4096], np.float32)
-    leaf = spec('target.a/', list(zeros.shape))
-    directory = write_index(tmp_path / 'checkpoint_1', {'target': {'a': leaf}})
-    store = {'driver': 'zarr', 'kvstore': {'driver': 'file', 'path': f'{directory}/target.a/'}}
-    store['metadata'] = {'compressor': {'id': 'gzip', 'level': 9}}
-    opened = ts.open(store, create=True, shape=zeros.shape, dtype=ts.float32).result()
-    opened.write(zeros).result()
-    assert (checkpoint.restore(directory)['target/a'] == 0).all()
-
-
 def test_specs_refused(tmp_path):
     for i, (change, stored) in enumerate(
         [
-            ({'kvstore': {'driver': 'http', 'base_url': 'http://example.com/'}}, 'float32'),
             ({'metadata': {'shape': [4]}}, 'float32'),
-            *(({'dtype': dtype}, 'float32') for dtype in ('bfloat16', ['float32'])),
+            ({'dtype': 'bfloat16'}, 'float32'),
             ({'dtype': 'uint16'}, 'uint16'),  # bfloat16 of version 2; T5X refuses it, too
-            *(({'metadata': x}, 'float32') for x in ({'shape': [-3]}, {'shape': ['3']}, {})),
-            ({'kvstore': 'file:///etc/'}, 'float32'),
         ]
     ):
         directory = write_array(
@@ -697,52 +644,3 @@ def test_other_layouts_are_recognized(tmp_path):
             formats.open.open_checkpoint(folder)
         assert '\n' not in str(error.value)
         assert 'METADATA' not in name or 'use_orbax=False' in str(error.value)
-
-
-BYTES = b'1234567890123456'
-TEXTS = ['a'] * 3000 + ['b' * 30_000]  # numpy would make rows of one length
-CHUNKED = {'__msgpack_chunked_array__': True, 'shape': {'0': 1}}
-BAD_TREES = [
-    b'\x81\xa1a' * 1100 + b'\x80',
-    *(
-        {'a': msgpack.ExtType(1, msgpack.packb((shape, dtype, content)))}
-        for shape, dtype, content in [
-            ([2**63], 'float32', b''),
-            ([2**62, 4], 'float32', b''),
-            ([1], {'x': 1}, b'1234'),
-            *(([2], dtype, BYTES) for dtype in ('O', 'V8', 'M8[s]', 'f4,i4')),
-            ([1], 'f16', BYTES),
-            ([2], 'bool', b'12'),
-            ([2], 'no_such_type', b'12345678'),
-            ([2], 'float32', b'1234'),
-        ]
-    ),
-    {'a': msgpack.ExtType(5, b'')},
-    {'a': CHUNKED | {'shape': 5, 'chunks': {}}},
-    {'a': CHUNKED | {'shape': {'0': 2**63}, 'chunks': {}}},
-    {'target': {'encoder': {'encoder': {'x': spec('x', [3, 10**9])}}}},
-    {'a': spec('a\0b', [3])},
-    {'a': 'text'},
-    {'a': [1.0] * 10},
-    5,
-    {'a': TEXTS},
-    {'a': {'0': TEXTS}},
-    {'a': CHUNKED | {'chunks': {'0': TEXTS}}},
-    {'a': CHUNKED | {'chunks': {'0': TEXTS[:60]}}},
-    # A list of 98,304 in another, a thousand deep.
-    b'\xdd\x00\x01\x80\x00' * 1000 + bytes(100_000),
-]
-
-
-def test_indices_made_to_harm(tmp_path):
-    """They are refused in a short message, and take little memory."""
-    directory = tmp_path / 'checkpoint_1'
-    directory.mkdir()
-    for tree in BAD_TREES:
-        packed = tree if isinstance(tree, bytes) else msgpack.packb(tree)
-        (directory / 'checkpoint').write_bytes(b'\x82\xa7version\x03\xa9optimizer' + packed)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with pytest.raises(Refused, match='checkpoint_1|encoder/x') as error:
-            formats.open.open_model(directory)
-        assert len(str(error.value)) < 1000
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB

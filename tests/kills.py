@@ -11,9 +11,10 @@ import signal
 import threading
 
 import numpy as np
+from ml_collections import ConfigDict
 
 import checkpoint  # starts none of JAX's threads, which a fork does not have
-from run import verify
+from run import verify, workdir
 
 FILES = {'config.json': b'{"model": {}}', 'data_position.npy': b'a position'}
 LAST_STEP = 4
@@ -30,11 +31,12 @@ def tree_of(step):
     return tree | {'state/step': np.int32(step)}
 
 
-def save_once(workdir):
+def save_once(folder):
     """Go on as a run does: set damage aside, remove what is unfinished, save up to LAST_STEP, delete old ones."""
-    workdir = pathlib.Path(workdir)
-    step = verify.newest_valid(workdir, report=lambda text: None) or 0
-    saver = checkpoint.Saver(workdir, keep=2)
+    folder = pathlib.Path(folder)
+    step = verify.newest_valid(folder, report=lambda text: None) or 0
+    save = ConfigDict({'keep': 2, 'keep_every': 0})
+    saver = checkpoint.Saver(folder, prune=lambda: workdir.prune(folder, save))
     for number in range(step + 1, LAST_STEP + 1):
         saver.save(number, tree_of(number), FILES)
     saver.wait()

@@ -34,13 +34,15 @@ import json
 import sys
 
 import numpy as np
+from ml_collections import ConfigDict
 
 import checkpoint
 import paths
 from run import checks, verify, workdir
 
 folder = paths.to_path(sys.argv[1])
-saver = checkpoint.Saver(folder, keep=2)
+save = ConfigDict({'keep': 2, 'keep_every': 0})
+saver = checkpoint.Saver(folder, prune=lambda: workdir.prune(folder, save))
 for step in range(1, 5):
     if step == 3:
         paths.replace_file(folder / 'checkpoint_1/PINNED', b'')
@@ -163,17 +165,19 @@ SAVE = """
 import sys
 
 import numpy as np
+from ml_collections import ConfigDict
 
 import checkpoint
 import paths
-from run import checks, verify
+from run import checks, verify, workdir
 
 folder = paths.to_path(sys.argv[1])
 newest = verify.newest_valid(folder) or 0
 for step in checkpoint.steps(folder):
     assert (checkpoint.restore(folder / f'checkpoint_{step}')['target/x'] == step).all()
 print('restored', newest, flush=True)
-saver = checkpoint.Saver(folder, keep=1)
+save = ConfigDict({'keep': 1, 'keep_every': 0})
+saver = checkpoint.Saver(folder, prune=lambda: workdir.prune(folder, save))
 for step in range(newest + 1, 5):
     tree = {'target/x': np.full([3, 4], step, np.float32), 'state/step': np.int32(step)}
     saver.save(step, tree, {'config.json': b'{}', 'data_position.npy': b''})

@@ -44,26 +44,16 @@ def block(pairs, interval=4):
     return content + b''.join(n.to_bytes(4, 'little') for n in numbers)
 
 
-def table(
-    pairs,
-    compress=(0, 1),
-    pairs_a_block=6,
-    change=lambda content: content,
-    gap=b'',
-    compressed=None,
-):
-    """A LevelDB table whose blocks are plain (0) and compressed (1) in turn; `change` is done to them.
-
-    `compressed` replaces each compressed block.
-    """
-    content, handles, kinds = gap, [], itertools.cycle(compress)
+def table(pairs, compress=(0, 1), pairs_a_block=6):
+    """A LevelDB table whose blocks are plain (0) and compressed (1) in turn."""
+    content, handles, kinds = b'', [], itertools.cycle(compress)
 
     def add(entries):
         nonlocal content
-        kind, body = next(kinds), change(block(entries))
-        body = (
-            compressed or pyarrow.compress(body, 'snappy', asbytes=True) if kind else body
-        ) + bytes([kind])
+        kind, body = next(kinds), block(entries)
+        if kind:
+            body = pyarrow.compress(body, 'snappy', asbytes=True)
+        body += bytes([kind])
         handle = varint(len(content)) + varint(len(body) - 1)
         content += body + masked(body).to_bytes(4, 'little')
         return handle
@@ -78,16 +68,16 @@ def table(
 DTYPES = {'float32': 1, 'int32': 3, 'int64': 9, 'bfloat16': 14}
 
 
-def bundle(prefix, arrays, num_shards=3, entry=lambda name, fields: fields, header=(), **options):
-    """Writes it: array i into shard i % num_shards. `entry` may lie about (field, value) of an array."""
-    shards, pairs = [b''] * num_shards, {b'': proto((1, num_shards), (3, proto((1, 1))), *header)}
+def bundle(prefix, arrays, num_shards=3, **options):
+    """Writes it: array i into shard i % num_shards."""
+    shards, pairs = [b''] * num_shards, {b'': proto((1, num_shards), (3, proto((1, 1))))}
     for i, (name, x) in enumerate(arrays.items()):
         shard, content = i % num_shards, x.tobytes()
         shape = proto(*((2, proto((1, n))) for n in x.shape))
         fields = {1: DTYPES[x.dtype.name], 2: shape, 3: shard, 4: len(shards[shard])}
         fields |= {5: len(content), 6: ('fixed32', masked(content))}
         shards[shard] += content
-        fields = {n: value for n, value in entry(name, fields).items() if value != 0}
+        fields = {n: value for n, value in fields.items() if value != 0}
         pairs[name.encode()] = proto(*fields.items())
     for i, content in enumerate(shards):
         Path(f'{prefix}.data-{i:05d}-of-{num_shards:05d}').write_bytes(content)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from forms import first_in_ci
+from ml_collections import ConfigDict
 from runs import damage_line, metrics_of, run, small_config, state_of
 from small_models import assert_refused
 
@@ -110,7 +111,8 @@ def test_the_best_and_the_newest_checkpoints_are_kept(tmp_path, keep, best_is):
     """One deletion after each save leaves what sorting all that was saved would."""
     values = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: float('nan'), 12: 6.0, 16: 4.0}
     known = best.History('x', best_is, values)
-    saver = checkpoint.Saver(tmp_path, keep=keep, keep_every=7, rank=known.rank)
+    save = ConfigDict({'keep': keep, 'keep_every': 7})
+    saver = checkpoint.Saver(tmp_path, prune=lambda: workdir.prune(tmp_path, save, known.rank))
     saved = []
     for step in (*range(2, 18, 2), 17):  # 14 and 17 have no value
         saver.save(step, {'state/step': np.int32(step)})
@@ -212,7 +214,7 @@ class Killed(BaseException):
 PLACES = {
     'between evaluation and saving': (checkpoint.Saver, 'save'),
     'before a line is written': (workdir.Metrics, 'write'),
-    'between saving and deleting': (checkpoint.Saver, 'prune'),
+    'between saving and deleting': (workdir, 'prune'),
 }
 
 

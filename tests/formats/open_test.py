@@ -127,20 +127,11 @@ def test_stacked_layers_of_umt5(tmp_path, inline, monkeypatch):
 # What is no T5 in T5X's layout.
 
 
-def test_a_step_that_is_none(tmp_path):
-    directory = tmp_path / 'checkpoint_1'
-    for step in (-1, 2**31, 1.5, 1j, np.zeros(0, int), np.ones(2, int)):
-        write_inline(directory, {'state/step': np.array(step)})
-        assert_refused(
-            lambda: formats.open.open_checkpoint(directory), f'{directory} has state/step'
-        )
-
-
 def test_shapes_that_are_no_t5(tmp_path):
     sizes = {'emb_dim': 6, 'num_heads': 2, 'head_dim': 3}
     expected = model.shapes(t5_config(**sizes, num_encoder_layers=1, num_decoder_layers=1))
     for path in ('token_embedder/embedding', 'encoder/layers_0/attention/out/kernel'):
-        for shape in (None, (), (8,), (8, 6, 2), (0, 6), (8, 2**40)):
+        for shape in (None, (), (8,), (8, 6, 2)):
             shapes = {**expected, path: shape}
             if shape is None:
                 del shapes[path]

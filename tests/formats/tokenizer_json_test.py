@@ -249,7 +249,6 @@ OTHERS = [
     {'model': {'type': 'Unigram', 'unk_id': 2}},
     {'model': None},
     {'pre_tokenizer': {'type': 'None'}},
-    {'normalizer': {'type': 'Precompiled', 'precompiled_charsmap': 'YWJj'}},
     token('<sep>', 10**6),
     token('<sep>', 30),
     token('<extra_id_1>', None),

@@ -212,25 +212,3 @@ def test_a_folder_of_byt5(tmp_path):
     write_tokenizer(tmp_path, 'ByT5', num_sentinels=125, added=['<mark>'])
     for name in (None, 'bytes'):
         assert_refused(partial(find_vocabulary, tmp_path, name), "'<mark>'")
-
-
-DAMAGED = [
-    ('tokenizer.json', '{"added_tokens": [7]}'),
-    ('tokenizer.json', '{"added_tokens": 7}'),
-    ('tokenizer.json', '{"model": {"vocab": [[]]}}'),
-    ('tokenizer.json', '{"model": []}'),
-    ('tokenizer_config.json', '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
-    ('tokenizer_config.json', '{"added_tokens_decoder": {"7": {}}}'),
-    ('special_tokens_map.json', '{"additional_special_tokens": [{}]}'),
-    ('added_tokens.json', '[]'),
-    ('added_tokens.json', '{"a": 1'),
-    ('added_tokens.json', '{"a": "x", "b": 1}'),
-]
-
-
-def test_lists_of_tokens_that_are_damaged(tmp_path):
-    (tmp_path / 'spiece.model').write_bytes(GOOD)
-    for name, content in DAMAGED:
-        (tmp_path / name).write_text(content)
-        assert_refused(lambda: find_vocabulary(tmp_path), name)
-        (tmp_path / name).unlink()
