@@ -141,14 +141,6 @@ BIAS_OF_UMT5 = 'encoder.block.1.layer.0.SelfAttention.relative_attention_bias.we
 UNUSED = 'decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight'
 
 T5_NAMES = re.compile(r'(shared|lm_head)\.weight|(encoder|decoder)\..+')
-# The factor of an array in FP8, stored next to it; and other arrays of such files, which are not weights.
-SCALES = ('scale_weight', 'weight_scale')
-NO_WEIGHTS = ('scaled_fp8', 'scale_input', 'input_scale', 'comfy_quant')
-
-FLOAT8 = {
-    'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
-    'F8_E5M2': np.dtype(ml_dtypes.float8_e5m2),
-}
 DTYPES = {
     'F64': np.dtype(np.float64),
     'F32': np.dtype(np.float32),
@@ -194,29 +186,16 @@ class SafetensorsEntry(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    stored_dtype: str  # safetensors' name; FP8 is read as float32
+    stored_dtype: str  # safetensors' name
     transposed: bool = False
     experts: tuple['SafetensorsEntry', ...] = ()  # the matrices of [experts, ...]
-    scale: 'SafetensorsEntry | None' = None  # a factor of its values, or of its rows in the file
 
     def read(self) -> np.ndarray:
         """Return the array in its `dtype`, with its shape in our tree."""
         if self.experts:
             return np.stack([expert.read() for expert in self.experts])
-        if self.stored_dtype in FLOAT8:  # safetensors does not read these as NumPy's
-            with self.file.open('rb') as stream:
-                header_bytes = int.from_bytes(stream.read(8), 'little')
-                header = json.loads(stream.read(header_bytes))[self.name]
-                begin, end = header['data_offsets']
-                stream.seek(begin, 1)
-                content = stream.read(end - begin)
-            x = np.frombuffer(content, FLOAT8[self.stored_dtype]).reshape(header['shape'])
-            x = x.astype(np.float32)
-        else:
-            with safetensors.safe_open(self.file, framework='numpy') as file:
-                x = file.get_tensor(self.name)
-        if self.scale is not None:
-            x = x.astype(np.float32) * self.scale.read()
+        with safetensors.safe_open(self.file, framework='numpy') as file:
+            x = file.get_tensor(self.name)
         if self.transposed:
             return transpose(x)
         return x
@@ -458,9 +437,7 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
     entries: dict[str, SafetensorsEntry] = {}
     for file in files:
-        for name, entry in read_header(file).items():
-            if name.rpartition('.')[2] not in NO_WEIGHTS:
-                entries[name] = entry
+        entries |= read_header(file)
     others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
     if others:
         raise Refused(
@@ -469,14 +446,6 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
         )
     for entry in entries.values():
         check_array(entry)
-    for name in list(entries):
-        owner, _, suffix = name.rpartition('.')
-        array = entries.get(f'{owner}.weight')
-        if suffix in SCALES and array is not None:
-            # One factor, or one of each row. A scale of another shape is left, and is not of the model.
-            if entries[name].shape in ((), (1,), (*array.shape[:1], 1)):
-                scaled = array._replace(scale=entries.pop(name), dtype=DTYPES['F32'])
-                entries[f'{owner}.weight'] = scaled
     entries.pop(UNUSED, None)
     tables = [entries.pop(name) for name in TOKEN_TABLES if name in entries]
     if not tables or not all(_are_equal(tables[0], other) for other in tables[1:]):
@@ -513,10 +482,9 @@ def read_header(file: Path) -> dict[str, SafetensorsEntry]:
 
 def check_array(entry: SafetensorsEntry) -> None:
     """Raise Refused for an array of a dtype that is not read."""
-    known = [*DTYPES, *FLOAT8]
-    if entry.stored_dtype not in known:
+    if entry.stored_dtype not in DTYPES:
         found = f'{entry.file}: {entry.name} is {entry.stored_dtype}'
-        raise Refused(f'{found}: must be one of {", ".join(known)}')
+        raise Refused(f'{found}: save it as one of {", ".join(DTYPES)}')
 
 
 def _weight_files(folder: Path) -> list[Path]:

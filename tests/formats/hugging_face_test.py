@@ -19,7 +19,6 @@ import struct
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import sentencepiece
@@ -457,48 +456,6 @@ def test_single_files_that_are_refused(tmp_path):
         edit_arrays(tmp_path / 'single' / 'model.safetensors', **changes)
         assert_refused(lambda: infer.load(file), str(file))
         assert_refused(lambda: infer.load(file), name)
-
-
-# Single files in FP8.
-
-
-def float8_file(file, arrays):
-    """Write arrays, some of them in FP8, which safetensors does not write from NumPy."""
-    kinds = {'float8_e4m3fn': 'F8_E4M3', 'float32': 'F32', 'uint8': 'U8'}
-    content = {}
-    data = b''
-    for name, x in arrays.items():
-        end = len(data) + x.nbytes
-        content[name] = {'dtype': kinds[x.dtype.name], 'shape': x.shape}
-        content[name]['data_offsets'] = [len(data), end]
-        data += x.tobytes()
-    file.write_bytes(header(content, data))
-
-
-def test_a_file_in_fp8(tmp_path):
-    """Its values are those of FP8 times its scales, as Comfy stores both."""
-    write_encoder(tmp_path, 't5_1_1')
-    stored = load_file(tmp_path / 'single/t5_fp32.safetensors')
-    content = {'scaled_fp8': np.zeros([2], ml_dtypes.float8_e4m3fn)}
-    rounded = {}
-    for i, (name, x) in enumerate(stored.items()):
-        content[name] = x
-        rounded[name] = x
-        if x.ndim == 2:
-            content[name] = x.astype(ml_dtypes.float8_e4m3fn)
-            rounded[name] = content[name].astype(np.float32)
-        if x.ndim == 2 and '.layer.' in name and 'bias' not in name:
-            scale = np.float32([2.5, np.arange(len(x))[:, None]][i % 2])
-            content[name.replace('weight', ['scale_weight', 'weight_scale'][i % 2])] = scale
-            content[name.replace('weight', 'scale_input')] = np.float32(3)
-            rounded[name] *= scale
-    save_file(rounded, tmp_path / 'encoder/model.safetensors')
-    file = tmp_path / 'fp8.safetensors'
-    float8_file(file, {name: np.asarray(x) for name, x in content.items()})
-    assert_same_bits(infer.load(file).arrays, infer.load(tmp_path / 'encoder').arrays)
-    content['encoder.block.0.layer.0.SelfAttention.q.scale_weight'] = np.ones([12], np.float32)
-    float8_file(file, {name: np.asarray(x) for name, x in content.items()})
-    assert_refused(lambda: infer.load(file), 'q.scale_weight')
 
 
 def test_the_encoder_of_an_mt5_whose_logits_are_in_doubt(tmp_path):
