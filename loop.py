@@ -97,7 +97,7 @@ class Hook(NamedTuple):
     """A function that the loop calls after some of the steps."""
 
     name: str
-    is_due: Callable[['Run'], bool]
+    is_due: Callable[['Run'], bool | int]
     call: Callable[['Run'], None]
 
 
@@ -106,28 +106,13 @@ def default_hooks() -> list[Hook]:
 
     Saving comes last: a run that resumes from the checkpoint has the log and the evaluations.
     """
-    log_hook = Hook(
-        name='log',
-        is_due=lambda run: run.is_shown or run.is_multiple(run.config.log.every_steps),
-        call=log,
-    )
-    evaluate_hook = Hook(
-        name='evaluate',
-        is_due=lambda run: len(due_evaluations(run)) > 0,
-        call=evaluate,
-    )
-    stop_early_hook = Hook(name='stop early', is_due=evaluate_hook.is_due, call=stop_early)
-    save_hook = Hook(
-        name='save',
-        is_due=lambda run: run.stop.signal > 0 or run.is_multiple(run.config.save.every_steps),
-        call=save,
-    )
-    check_finite_hook = Hook(
-        name='check finite',
-        is_due=lambda run: any(x.is_due(run) for x in (log_hook, evaluate_hook, save_hook)),
-        call=check_finite,
-    )
-    return [check_finite_hook, log_hook, evaluate_hook, stop_early_hook, save_hook]
+    return [
+        Hook('check finite', is_another_due, check_finite),
+        Hook('log', lambda run: run.is_shown or run.is_due(run.config.log.every_steps), log),
+        Hook('evaluate', lambda run: len(due_evaluations(run)) > 0, evaluate),
+        Hook('stop early', lambda run: len(due_evaluations(run)) > 0, stop_early),
+        Hook('save', lambda run: run.stop.signal or run.is_due(run.config.save.every_steps), save),
+    ]
 
 
 class End(enum.Enum):
@@ -179,7 +164,7 @@ class Run:
     def __post_init__(self):
         self.first_step = self.step
 
-    def is_multiple(self, every_steps: int) -> bool:
+    def is_due(self, every_steps: int) -> bool:
         """Return whether something is due that is done every so many steps and after the last."""
         return self.end is not None or self.step % every_steps == 0
 
@@ -195,6 +180,10 @@ class Run:
 
 
 # The hooks.
+
+
+def is_another_due(run: Run) -> bool:
+    return any(hook.is_due(run) for hook in run.hooks[1:])
 
 
 def check_finite(run: Run) -> None:
@@ -216,7 +205,7 @@ def log(run: Run) -> None:
     step = run.step
     values = training_metrics(run.interval.metrics, run.config, run.clock)
     text = console.progress_line(step, run.config.train, values)
-    if not run.is_multiple(run.config.log.every_steps):
+    if not run.is_due(run.config.log.every_steps):
         run.console.live(text)
         return
     run.console.line(text)
@@ -235,7 +224,7 @@ def log(run: Run) -> None:
 
 
 def due_evaluations(run: Run) -> list[Evaluation]:
-    return [x for x in run.evaluations if run.is_multiple(x.every_steps)]
+    return [x for x in run.evaluations if run.is_due(x.every_steps)]
 
 
 def evaluate(run: Run) -> None:
@@ -301,7 +290,10 @@ def last_lines(run: Run) -> list[str]:
     lines = []
     took_steps = run.step > run.first_step
     if run.end == End.EARLY_STOPPING:
-        lines.append(console.stopped_early(run.step, run.config))
+        lines.append(
+            f'Step {run.step:,}: train.early_stopping={run.config.train.early_stopping} evaluation(s) without a '
+            f'better {run.config.save.best_metric}: this run is finished.'
+        )
     elif run.end == End.EPOCHS and not took_steps:
         epochs = run.config.train.epochs
         lines.append(

@@ -30,7 +30,7 @@ import train
 import validation
 from configs import check as settings
 from families import lora
-from formats import best, own_model, own_options, t5x
+from formats import best, own_model, t5x
 from formats.vocabulary import kept_files
 from messages import Refused
 from randomness import digest
@@ -75,7 +75,10 @@ def make_spec(
         )
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
-    checks.check_packing(spec.model_config, config.data.pack)
+    if config.data.pack != 'no' and not model_config.family.may_pack:
+        raise Refused(
+            f"data.pack={config.data.pack!r}: model.module={model_config.module!r} needs 'no'"
+        )
     checks.check_scan(spec.model_config)
     _ = spec.trained
     memory.microbatch_counts(config.train.num_microbatches, spec.rows_per_device)
@@ -216,7 +219,7 @@ def resolve_settings(
     check_alike('the text, the vocabulary or the file of model.module', text.encode())
     resolved = json.loads(config.to_json())
     resolved['model']['module'] = spec.model_config.module
-    resolved['model']['options'] = own_options.as_dict(spec.model_config.options)
+    resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
     resolved['corpus'] = mixture.corpus
     resolved['data_fingerprint'] = mixture.fingerprint
     resolved['vocabulary_hash'] = vocabulary.hash
@@ -225,7 +228,7 @@ def resolve_settings(
     if begin.is_resumed:
         directory = folder / f'checkpoint_{begin.step}'
         own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
-        options = own_options.default_options(spec.model_config)
+        options = own_model.default_options(spec.model_config)
         checks.compare_settings(directory, resolved, options, mixture)
         formats.open.compare(wanted(spec).shapes, checkpoint.shapes(begin.leaves))
     results.Results(folder).scores()  # raises Refused for a damaged file

@@ -4,7 +4,6 @@ import contextlib
 import linecache
 import pathlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import paths
@@ -36,21 +35,13 @@ def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
     module.__file__ = str(file)
     sys.modules[name] = module  # dataclasses look here
     linecache.checkcache(str(file))  # a traceback shows the lines that run
+    sys.path.insert(0, str(file.parent))  # as Python does for a script
     try:
-        with first_in_path(file.parent):
-            exec(compile(content, str(file), 'exec', dont_inherit=True), module.__dict__)
+        exec(compile(content, str(file), 'exec', dont_inherit=True), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
-    return module
-
-
-@contextlib.contextmanager
-def first_in_path(folder: pathlib.Path) -> Iterator[None]:
-    """Look for modules in `folder` first, as Python does for a script that lies there."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
     finally:
         with contextlib.suppress(ValueError):  # the file may have changed the list
-            sys.path.remove(str(folder))
+            sys.path.remove(str(file.parent))
+    return module

@@ -21,7 +21,7 @@ import safetensors.numpy
 import model
 import paths
 from answers.options import OPTIONS
-from formats import own_model, own_options
+from formats import own_model
 from formats.names import NAMES, inverse, names_of, translate
 from messages import Refused, first_ten, named
 
@@ -152,7 +152,7 @@ DTYPES = {
 def parameter_names(config: model.T5Config) -> dict[str, str]:
     """Return {our path: Hugging Face's name without .weight}, with * for the number of a layer: see names.py."""
     table = names_of(config.relpos_bias_per_layer)
-    options = own_options.as_dict(config.options)
+    options = own_model.as_dict(config.options)
     if config.module == LONG_T5:
         _, attention = LONG_T5_ATTENTIONS[options['encoder_attention']]
         for path, name in table.items():

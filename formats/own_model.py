@@ -9,29 +9,34 @@ families, has the same form and is found by its name. A checkpoint records users
 have no meaning; no code is run from there.
 """
 
+import ast
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import families
 import model
 import paths
 import user_code
-from configs import base, check
+from configs import base, check, setting
 from families import lora
 from family import Family, Options
-from formats import own_options
 from messages import Refused
 from model import Parts, T5Config
 
 EXAMPLE = 'examples/squared_relu/squared_relu.py'
+# How absl reads the value of a flag that is true or false.
+BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
+ITEM = bool | int | float | str  # of a tuple
+FINITE = setting.Range(-setting.LARGEST_FLOAT, setting.LARGEST_FLOAT)
 
 
 class Module(NamedTuple):
@@ -51,7 +56,7 @@ def load(settings: Mapping) -> T5Config:
     modules = find(settings['module'])
     module = ','.join(x.name for x in modules)
     given = settings.get('options') or {}
-    options = own_options.options_of(declared_by(modules), f'model.module={module!r}', given)
+    options = options_of(declared_by(modules), f'model.module={module!r}', given)
     settings = {**settings, 'module': module, 'options': options}
     config = T5Config(**settings, own=family_of(modules, bool(settings.get('lora_rank'))))
     check_values(config)
@@ -176,6 +181,56 @@ def describe_options(module: str) -> list[str]:
     return lines
 
 
+# The settings of a file: config.model.options.
+
+
+def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Options | None:
+    """Return the options of a model, an instance of the class `Options` of its file; None without one.
+
+    `given`: {name: value}; a value from the command line may be text. Raises Refused for an unknown name and for a value
+    that has not the type of the default. The `__post_init__` of the class may raise it, too.
+    """
+    defaults: dict[str, Any] = {}
+    if declared is not None:
+        defaults = dataclasses.asdict(declared())
+    has_kinds = {type(default) for default in defaults.values()} <= setting.KINDS.keys()
+    assert has_kinds, f'{file}: the defaults of Options must be bool, int, float, str or tuple'
+    values = {}
+    for name, value in given.items():
+        key = f'model.options.{name}'
+        if name not in defaults:
+            known = ', '.join(defaults) or 'no options'
+            raise Refused(f'{key}={value!r} is unknown: {file} has {known}: remove it')
+        default = defaults[name]
+        if isinstance(value, str) and not isinstance(default, str):
+            value = parsed(value, default)
+        check.check_allowed(key, value, default, FINITE)
+        if isinstance(default, tuple) and not all(isinstance(x, ITEM) for x in value):
+            raise Refused(f'{key}={value!r}: {setting.kind_of(default)}, each a number or a text')
+        values[name] = type(default)(value)
+    return None if declared is None else declared(**values)
+
+
+def parsed(text: str, default: check.Value) -> check.Value:
+    """Return the value that a text on the command line stands for; else the text."""
+    if isinstance(default, bool):
+        return BOOLS.get(text.lower(), text)
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def as_dict(options: Options | None) -> dict:
+    """Return options as JSON has them."""
+    return {} if options is None else json.loads(json.dumps(dataclasses.asdict(options)))
+
+
+def default_options(config: T5Config) -> dict:
+    """Return the options of a run whose config.json lacks them."""
+    return {} if config.options is None else as_dict(type(config.options)())
+
+
 # In checkpoints.
 
 
@@ -183,7 +238,7 @@ def as_settings(config: T5Config) -> dict:
     """Return a T5Config as config.json has it: without the modules, the options as a dict."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del settings['own']
-    settings['options'] = own_options.as_dict(config.options)
+    settings['options'] = as_dict(config.options)
     return settings
 
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
-from formats import hugging_face, own_options, peft
+from formats import hugging_face, own_model, peft
 from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
@@ -103,7 +103,7 @@ def _settings(config: model.T5Config) -> dict:
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
     names = {x: name for name, x in hugging_face.FEED_FORWARDS.items()}
-    options = own_options.as_dict(config.options)
+    options = own_model.as_dict(config.options)
     is_known = activations in names
     if config.module == hugging_face.SWITCH:
         most = min(2, config.num_encoder_layers, config.num_decoder_layers)

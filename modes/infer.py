@@ -53,9 +53,9 @@ from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_ch
 from randomness import digest
 from run import checks, results
 from run.agreement import check_alike
-from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, check_split, read_split
 from run.lock import lock
+from run.task_metrics import decoding_of
 
 SETTINGS = 'infer.json'
 # How many examples share a file of encodings, which is made in memory: by --pool.

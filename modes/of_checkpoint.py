@@ -10,7 +10,7 @@ import checkpoint
 import formats.open
 import paths
 from configs import base, check
-from formats import own_model, own_options
+from formats import own_model
 from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
 from messages import Refused
 from model import T5Config
@@ -113,7 +113,7 @@ def settings_and_model(
             config.model.module = own_model.module_of(saved, config.model.module)
     check.check(config)
     model_config = own_model.load(config.model)
-    options = own_options.as_dict(model_config.options)  # typed, and all of them
+    options = own_model.as_dict(model_config.options)  # typed, and all of them
     check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
     return config, model_config
 

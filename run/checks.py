@@ -237,12 +237,6 @@ def check_adapters(config: T5Config) -> None:
         )
 
 
-def check_packing(config: T5Config, pack: str) -> None:
-    """Raise Refused if rows are packed and the model reads a row as one example."""
-    if pack != 'no' and not config.family.may_pack:
-        raise Refused(f"data.pack={pack!r}: model.module={config.module!r} needs data.pack='no'")
-
-
 def check_scan(config: T5Config) -> None:
     """Raise Refused if a scan over layers is asked for and its periods differ."""
     if not config.scan_layers:

@@ -135,14 +135,6 @@ def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
             )
 
 
-def stopped_early(step: int, config: ConfigDict) -> str:
-    """Return what a run says that train.early_stopping ends after a step."""
-    return (
-        f'Step {step:,}: train.early_stopping={config.train.early_stopping} evaluation(s) without '
-        f'a better {config.save.best_metric}: this run is finished.'
-    )
-
-
 def ending(
     workdir: paths.AnyPath,
     limits: ConfigDict,

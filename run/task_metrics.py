@@ -19,7 +19,10 @@ from ml_collections import ConfigDict
 import infer
 import partition
 import tasks.open
+import user_code
 import validation
+from answers import words
+from answers.options import SETTINGS, Decoding
 from configs import check
 from families import lora
 from formats import best
@@ -30,7 +33,6 @@ from randomness import digest
 from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
-from run.decoding import decoding_of
 from run.examples import PRETOKENIZED, Example, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
@@ -146,6 +148,30 @@ class Stopped(Exception):
 
 
 # Opening and reading the tasks.
+
+
+def decoding_of(
+    settings: ConfigDict, vocabulary: Vocabulary | None = None, vocab_size: int = 0
+) -> Decoding:
+    """Return the options of config.decode, `settings`.
+
+    Without a vocabulary, its texts are not checked, and its module's filters are left out.
+    """
+    given = {name: settings[name] for name in SETTINGS}
+    if settings.module:
+        file = user_code.module_file('decode.module', settings.module)
+        module = user_code.load_module(file, file.read_bytes())
+        if not hasattr(module, 'filters'):
+            raise Refused(f'decode.module={settings.module!r}: {file} has no function filters')
+        if vocabulary is not None:
+            given['filters'] = tuple(module.filters(vocabulary))
+    decoding = Decoding(**given)
+    if decoding.is_allowed_per_input:
+        raise Refused(f'decode.allowed={decoding.allowed}: name texts, the same for all inputs')
+    decoding.check()
+    if vocabulary is not None:
+        words.words_of(decoding, vocabulary, vocab_size)  # raises Refused
+    return decoding
 
 
 def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:

@@ -20,16 +20,15 @@ FORMATS = {
     paths.LFS_HEADER: ('a pointer of git-lfs', 'run `git lfs pull` in its repository'),
     b'PK\x03\x04': ('a zip archive, as .xlsx is', 'unzip it, or save the spreadsheet as CSV'),
     b'%PDF-': ('PDF', 'convert it to text'),
-    rb'BZh[1-9](1AY|\x17rE)': ('compressed by bzip2', 'decompress it, or gzip it'),
-    rb'\xfd7zXZ|\]\0\0': ('compressed by xz or lzma', 'decompress it, or gzip it'),
-    rb'\x28\xb5\x2f\xfd': ('compressed by zstd', 'decompress it, or gzip it'),
-    b'ARROW1': ('Arrow', 'write it as Parquet'),
-    b'\xff\xff\xff\xff': (
-        'an Arrow stream, as save_to_disk of datasets writes',
+    rb'BZh[1-9](1AY|\x17rE)|\xfd7zXZ|\]\0\0|\x28\xb5\x2f\xfd': (
+        'compressed by bzip2, xz, lzma or zstd',
+        'decompress it, or gzip it',
+    ),
+    b'ARROW1|\xff\xff\xff\xff': (
+        'Arrow',
         "write it as Parquet, as datasets.Dataset.from_file(FILE).to_parquet('x.parquet') does",
     ),
-    b'\xff\xfe': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
-    b'\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
+    b'\xff\xfe|\xfe\xff': ('UTF-16 or UTF-32', 'convert it to UTF-8'),
 }
 
 

@@ -315,28 +315,6 @@ def natural_questions(
 # Sequences.
 
 
-def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: bool = True) -> Values:
-    """Return the 'min_edit', 'max_edit', 'mean_edit', 'median_edit' and 'sum_edit' of words.
-
-    They are counts of edits, not percent. Each character outside words parts two tokens, so two of
-    them in a row have an empty token between.
-    """
-    distances = []
-    for target, prediction in paired(targets, predictions):
-        if lower:
-            target = target.lower()
-            prediction = prediction.lower()
-        words = re.split(r'\W', target)
-        distances.append(Levenshtein.distance(words, re.split(r'\W', prediction)))
-    return {
-        'min_edit': min(distances),
-        'max_edit': max(distances),
-        'mean_edit': float(np.mean(distances)),
-        'median_edit': float(np.median(distances)),
-        'sum_edit': sum(distances),
-    }
-
-
 def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
     """Return {'cer'}, the character error rate: edits over characters of the targets, from 0.
 

@@ -20,7 +20,7 @@ from answers import filters, words
 from answers.options import Decoding
 from configs import base
 from messages import Refused
-from run.decoding import decoding_of
+from run.task_metrics import decoding_of
 from vocabulary import EOS_ID, ByteVocabulary, SentencePieceVocabulary
 
 HERE = pathlib.Path(__file__).parent / 'golden'

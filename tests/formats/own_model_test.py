@@ -32,7 +32,7 @@ import families
 import infer
 import model
 from configs import check as settings
-from formats import own_model, own_options, t5x
+from formats import own_model, t5x
 from messages import Refused
 from modes import convert
 from modes import evaluate as evaluate_mode
@@ -382,10 +382,10 @@ def test_options_are_typed(with_options):
     declared = own_model.find(str(with_options))[0].code.Options
     for name, text, given, expected in TYPED:
         for value in (text, given):
-            options = own_options.options_of(declared, str(with_options), {name: value})
+            options = own_model.options_of(declared, str(with_options), {name: value})
             assert options == dataclasses.replace(declared(), **{name: expected})
             assert type(getattr(options, name)) is type(expected)
-            assert own_options.options_of(declared, '', own_options.as_dict(options)) == options
+            assert own_model.options_of(declared, '', own_model.as_dict(options)) == options
 
 
 def test_options_are_a_part_of_the_model(with_options):
