@@ -511,7 +511,7 @@ def test_what_load_refuses():
     for name, value in [
         *(('dtype', x) for x in ('int8', None)),
         *(('part', x) for x in ('decoder', None)),
-        *(('vocabulary', x) for x in ('nowhere', T5X, __file__, 5, 'http://x')),
+        *(('vocabulary', x) for x in ('nowhere', T5X, __file__, 'http://x')),
     ]:
         assert_refused(lambda name=name, value=value: infer.load(T5X, **{name: value}), str(value))
 

@@ -287,7 +287,7 @@ def test_hugging_faces_folder(arrays, tmp_path):
 @pytest.mark.parametrize('changes, name', [
     ({'decoder_sparse_step': 1}, 'decoder_sparse_step'),
     ({'num_layers': 1, 'num_decoder_layers': 1}, 'encoder_sparse_step'),
-    ({'num_layers': 128}, 'num_layers'),
+    ({'num_layers': 128}, 'encoder/layers_100/'),
     ({'num_experts': 9}, 'layers_1'),
     ({'num_experts': 'many'}, 'num_experts'),
 ])  # fmt: skip

@@ -166,9 +166,8 @@ def test_a_workdir_belongs_to_one_run(corpus, finished):
     assert loop.train(prepare(config, finished)) == 0
     with pytest.raises(AssertionError):
         loop.train(first)
-    for name in (None, '', 3):
-        with pytest.raises(Refused, match=f'{name!r}'):
-            prepare(config, name)
+    with pytest.raises(Refused, match="''"):
+        prepare(config, '')
 
 
 # Signals.
