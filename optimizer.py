@@ -1,7 +1,7 @@
 """Optimizers, and T5X's learning-rate schedules.
 
-They run outside `shard_map`, on global arrays: a mean over a parameter is the mean over all of it. Source: T5X t5x/adafactor.py, t5x/utils.py; Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW);
-Polyak & Juditsky 1992 (averages of parameters).
+They run outside `shard_map`, on global arrays: a mean is over the full parameter. Source: T5X t5x/adafactor.py, utils.py;
+Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Polyak & Juditsky 1992 (averages of parameters).
 """
 
 import math
