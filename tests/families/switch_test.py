@@ -28,6 +28,7 @@ import model
 import partition
 import state_names
 import train
+from answers import batches
 from families import lora, switch
 from formats import own_model, write_hugging_face
 from messages import Refused
@@ -146,7 +147,7 @@ def test_encoded_inputs(arrays, monkeypatch):
     assert len(cases) == 5
     for case in cases:
         tokens = arrays[f'{case}/encoder_input_tokens']
-        monkeypatch.setattr(infer, 'LENGTH_MULTIPLE', tokens.shape[1])
+        monkeypatch.setattr(batches, 'LENGTH_MULTIPLE', tokens.shape[1])
         inputs = [row[row > 0].tolist() for row in tokens]
         outputs, mask = load(**options_of(case)).encode(inputs)
         expected = arrays[f'{case}/encoded'][:, : outputs.shape[1]]
@@ -161,7 +162,9 @@ def load(**options):
 
 @pytest.mark.slow
 def test_scores_and_answers(arrays, monkeypatch):
-    monkeypatch.setattr(infer, 'LENGTH_MULTIPLE', 8)  # the places of a row go by its padded length
+    monkeypatch.setattr(
+        batches, 'LENGTH_MULTIPLE', 8
+    )  # the places of a row go by its padded length
     check_scores_and_answers(load(), arrays, 'eval', batch_of(arrays, 'eval'))
 
 
