@@ -98,9 +98,8 @@ class Saver:
 
     folder: str | AnyPath
     dtype: str = ''  # for saved parameters; '': their own
-    prune: Callable[[], None] = lambda: (
-        None
-    )  # deletes old checkpoints, in the first process after each save
+    # Deletes old checkpoints: called in the first process, after each save.
+    prune: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.workdir = paths.to_path(self.folder)
