@@ -248,7 +248,8 @@ def encode(
         table_vD = token_table(config)
     encoder = config.parts.encoder(config, name='encoder')
     x_bMD, segments_bM = encoder.embed(inputs_bM, segments_bM, table_vD)
-    check_output('encoder', x_bMD, (*segments_bM.shape, config.emb_dim), jnp.float32, 'embedding')
+    shape = (*segments_bM.shape, x_bMD.shape[-1])
+    check_output('encoder', x_bMD, shape, jnp.float32, 'embedding')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
     check_output('encoder', encoded_bMD, x_bMD.shape, config.dtype)
     for name, value in aux.items():
@@ -389,17 +390,24 @@ class Encoder(hk.Module):
 
 
 def apply_layers(
-    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array, in_scan: bool = False
+    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
 ) -> tuple[jax.Array, Aux]:
     """Return x_bTD after the layers `layer(index, x_bTD)`, with `c.remat` and `c.scan_layers`.
 
     Aux is stacked over the layers that report it, [layers, b]. A layer gathers its own parameters: remat
     gathers them again, a scan one period of layers at a time.
     """
-    if c.scan_layers and not in_scan and not hk.running_init():
+    if c.scan_layers and not hk.running_init() and num_layers >= c.family.period(c):
         return scan_layers(c, num_layers, layer, x_bTD)
+    return loop_over_layers(c, range(num_layers), layer, x_bTD)
+
+
+def loop_over_layers(
+    c: T5Config, indices: Iterable[int], layer: Callable, x_bTD: jax.Array, in_scan: bool = False
+) -> tuple[jax.Array, Aux]:
+    """Return what `apply_layers` returns, for the layers of `indices`."""
     aux: dict[str, list] = {}
-    for index in range(num_layers):
+    for index in indices:
         of_index = functools.partial(layer, index)
         if c.remat != 'none':
             policy = REMAT_POLICIES[c.remat]
@@ -419,17 +427,18 @@ def scan_layers(
 ) -> tuple[jax.Array, Aux]:
     """Return what `apply_layers` returns, from one program for all periods of layers: it compiles faster.
 
-    The program of the first period reads the slices of each period, and `index` counts within it. The key of
-    dropout passes from layer to layer, as it does without a scan.
+    The program of the first period reads the slices of each period, and `index` counts within it. The layers after the
+    last whole period are read one by one. The key of dropout passes from layer to layer, as it does without a scan.
     """
     period = c.family.period(c)
+    num_scanned = num_layers - num_layers % period
     tree = hk.get_params()
     stack = hk.experimental.current_name()
     stacked = {}
     for scope in tree:
         match = re.match(rf'{stack}/layers_(\d+)/', scope)
         if match and int(match[1]) < period:
-            numbers = range(int(match[1]), num_layers, period)
+            numbers = range(int(match[1]), num_scanned, period)
             scopes = [f'{stack}/layers_{i}/{scope[match.end() :]}' for i in numbers]
             for name in tree[scope]:
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
@@ -437,10 +446,14 @@ def scan_layers(
     def apply_period(x_bTD, slices):
         read = lambda next_getter, _, context: next_getter(slices[context.full_name])  # noqa: E731
         with hk.custom_getter(read):
-            return apply_layers(c, period, layer, x_bTD, in_scan=True)
+            return loop_over_layers(c, range(period), layer, x_bTD, in_scan=True)
 
     x_bTD, aux = hk.scan(apply_period, x_bTD, stacked)
-    return x_bTD, {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
+    aux = {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
+    x_bTD, of_rest = loop_over_layers(c, range(num_scanned, num_layers), layer, x_bTD)
+    for name, values in of_rest.items():
+        aux[name] = jnp.concatenate([aux[name], values])
+    return x_bTD, aux
 
 
 @dataclasses.dataclass
