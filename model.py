@@ -209,13 +209,13 @@ def logits(
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
     decoder = config.parts.decoder(config, name='decoder')
-    positions_T = jnp.arange(segments_bT.shape[1])
+    mask, positions = decoder.shared(segments_bT)
     logits_bTv, _, decoder_aux = decoder(
         decoder.embed(batch['decoder_input_tokens'], table_vD),
         encoded_bMD,
-        mask=segment_mask(segments_bT, segments_bT, causal=True),
+        mask=mask,
         inputs_mask=segment_mask(segments_bT, segments_bM),
-        positions=Positions(positions_T, positions_T),
+        positions=positions,
         rows_b=rows_b,
         table_vD=table_vD,
     )
@@ -223,6 +223,7 @@ def logits(
     for name in encoder_aux.keys() | decoder_aux.keys():
         of_stacks = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
         aux[name] = jnp.concatenate(of_stacks).mean(axis=0)
+        check_output('layers', aux[name], segments_bT.shape[:1], jnp.float32, f'aux {name!r}')
     return logits_bTv, aux
 
 
@@ -375,14 +376,11 @@ def loop_over_layers(
     for index in indices:
         of_index = functools.partial(layer, index)
         if c.remat != 'none':
-            policy = REMAT_POLICIES[c.remat]
-            of_index = hk.remat(of_index, policy=policy, prevent_cse=not in_scan)
+            of_index = hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not in_scan)
         before_bTD = x_bTD
         x_bTD, of_layer = of_index(x_bTD)
         check_output(f'layers_{index}', x_bTD, before_bTD.shape, before_bTD.dtype)
         for name, value_b in of_layer.items():
-            what = f'aux {name!r}, [b],'
-            check_output(f'layers_{index}', value_b, x_bTD.shape[:1], jnp.float32, what)
             aux.setdefault(name, []).append(value_b)
     return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
@@ -455,6 +453,13 @@ class Decoder(hk.Module):
         """Return the embedded tokens x_bTD."""
         return self.config.parts.embedder(self.config, tokens_bT, table_vD)
 
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        mask = segment_mask(segments_bT, segments_bT, causal=True)
+        return mask, Positions(positions_T, positions_T)
+
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, rows_b, table_vD, caches=None
     ):
@@ -518,6 +523,13 @@ class DecoderLayer(hk.Module):
     config: T5Config
     index: int  # in the stack; in a scan, in its period
     name: str
+
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        mask = segment_mask(segments_bT, segments_bT, causal=True)
+        return mask, Positions(positions_T, positions_T)
 
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache

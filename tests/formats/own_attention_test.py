@@ -34,7 +34,7 @@ import train
 from prepare import make_spec, prepare
 
 WINDOW = str(ROOT / 'examples/sliding_window/sliding_window.py')
-GROUPED = str(ROOT / 'examples/grouped_heads/grouped_heads.py')
+GROUPED = str(ROOT / 'families/grouped_heads.py')
 # (model.module, model.options)
 VALUES = [(WINDOW, {'window': 3}), (GROUPED, {'num_kv_heads': 4})]
 EXAMPLES = pytest.mark.parametrize('module, options', VALUES, ids=['window', 'grouped'])
