@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 import checkpoint
 import optimizer
 import partition
-from run import console
+from run import agreement, console
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
 from run.console import Console
 from run.interval import Clock, Fault, Interval, Metrics, NotFinite, training_metrics
@@ -44,7 +44,7 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
         try:
             take_steps(run)
             with run.console.working('Saving'):
-                partition.in_all(run.workdir.saver.wait)
+                agreement.in_all(run.workdir.saver.wait)
         except Exception as error:
             save_before_error(run, error)
             raise
@@ -253,7 +253,7 @@ def stop_early(run: Run) -> None:
     if not early_stopping or run.stop.signal:
         return
     ends = run.workdir.metrics.history(run.config.save).ends(early_stopping)
-    if partition.from_first_process(np.array(ends)):
+    if agreement.from_first_process(np.array(ends)):
         run.end = End.EARLY_STOPPING
         evaluate(run)
 
@@ -266,7 +266,7 @@ def save(run: Run) -> None:
         rows = np.zeros((run.config.train.batch_size, *batch.after.shape[1:]), np.int64)
         rows[run.stream.rows] = batch.after
         position_file = io.BytesIO()
-        np.save(position_file, partition.from_processes(rows).max(axis=0))
+        np.save(position_file, agreement.from_processes(rows).max(axis=0))
         files = {
             **run.workdir.files,
             'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
@@ -331,9 +331,9 @@ def save_before_error(run: Run, error: Exception) -> None:
             if is_there and is_new and not run.workdir.lock.is_lost and find_fault(run) is None:
                 own_step = run.step
             # Wait until every process is here: the others fail at their next agreement.
-            while not partition.from_processes(np.array([True])).all():
+            while not agreement.from_processes(np.array([True])).all():
                 pass
-            steps = partition.from_processes(np.array([own_step]))
+            steps = agreement.from_processes(np.array([own_step]))
             if own_step < 0 or (steps != own_step).any():
                 return
             save(run)

@@ -35,7 +35,7 @@ from formats.vocabulary import kept_files
 from messages import Refused
 from randomness import digest
 from run import checks, console, memory, results, start, task_metrics, workdir
-from run.agreement import check_alike
+from run.agreement import check_alike, gather
 from run.examples import changes_of_targets
 from run.interval import Interval, NotFinite
 from run.introduction import introduction
@@ -155,6 +155,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             training,
             held_out,
             planned.num_microbatches,
+            gather=gather,
             report=terminal.validation_losses,
         )
         t5 = answering_model(spec, vocabulary)

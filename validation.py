@@ -31,6 +31,7 @@ T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
 T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
+Gather = Callable[[Callable[[], NDArray]], NDArray]  # call in every process, stack the results
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,6 +50,7 @@ class Evaluation:
     not_text: tuple[int, ...]  # ids of padding, EOS and sentinels
     compute_sums: Callable
     training_counts: Callable[[], NDArray]  # per token, in this process's targets
+    gather: Gather
     report: Callable[[str, Mapping[str, float]], None]  # (step and title, values)
     batches: list[dict[str, NDArray]] = dataclasses.field(default_factory=list)  # own rows
 
@@ -86,20 +88,20 @@ class Evaluation:
             return True
         held_out = self.held_out
 
-        def read_own() -> bool:
+        def read_own() -> NDArray:
             for batch in held_out:
                 self.batches.append(batch)
                 if len(self.batches) == self.config.eval.steps:
                     break
                 if jax.process_count() == 1 and stop(0):
-                    return False
-            return True
+                    return np.array(-1)
+            return np.array(len(self.batches))
 
-        if not partition.in_all(read_own):
+        num_batches = int(self.gather(read_own).max())
+        if num_batches < 0:
             return False
         self.held_out = None  # frees the documents that its lanes hold
         # All processes must take the same number of steps, but the rows of some end first.
-        num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
         empty_rows: list[list[data.Example]] = [[] for _ in held_out.rows]
         padding = held_out.batch_of(empty_rows)
         while len(self.batches) < num_batches:
@@ -109,11 +111,15 @@ class Evaluation:
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
         """The loss in nats of a model that knows token frequencies alone: counts in training targets, plus one."""
-        training_counts = partition.in_all(self.training_counts)
-        own_counts = np.stack([training_counts, np.zeros_like(training_counts)])
-        for batch in self.batches:
-            np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
-        training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)
+
+        def count_own() -> NDArray:
+            training_counts = self.training_counts()
+            validation_counts = np.zeros_like(training_counts)
+            for batch in self.batches:
+                np.add.at(validation_counts, batch['decoder_target_tokens'], 1)
+            return np.stack([training_counts, validation_counts])
+
+        training_counts, validation_counts = self.gather(count_own).sum(axis=0)
         ids = np.arange(len(training_counts))
         is_text = (ids < self.vocabulary_size) & ~np.isin(ids, self.not_text)
         baselines = {}
@@ -132,6 +138,7 @@ def open_evaluations(
     training: Stream,
     held_out: Stream,
     num_microbatches: int,
+    gather: Gather,
     report: Callable[[str, Mapping[str, float]], None],
 ) -> list[Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
@@ -169,6 +176,7 @@ def open_evaluations(
             not_text=not_text,
             compute_sums=compute_sums,
             training_counts=training_counts,
+            gather=gather,
             report=report,
         )
         evaluations.append(evaluation)

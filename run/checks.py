@@ -16,13 +16,13 @@ from ml_collections import ConfigDict
 
 import checkpoint
 import model
-import partition
 import paths
 from configs import base
 from configs.check import read_stored
 from families import lora
 from messages import Refused
 from model import T5Config
+from run.agreement import from_first_process, from_processes
 from sources import NO_SPLIT
 from sources.files import FileRecord, describe_changes
 from stream import OpenMixture
@@ -133,8 +133,8 @@ def check_shared(workdir: paths.AnyPath) -> None:
     if jax.process_index() == 0:
         paths.replace_file(workdir / f'.seen-{number}', b'')
     # Nobody has asked for this name before: no client of a network disk believes that it is missing.
-    file = workdir / f'.seen-{partition.from_first_process(number)}'
-    is_seen = partition.from_processes(np.array(file.exists()))
+    file = workdir / f'.seen-{from_first_process(number)}'
+    is_seen = from_processes(np.array(file.exists()))
     if jax.process_index() == 0:
         file.unlink()
     if not is_seen.all():

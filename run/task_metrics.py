@@ -17,7 +17,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import infer
-import partition
 import tasks.open
 import user_code
 import validation
@@ -31,7 +30,7 @@ from model import T5Config
 from paths import AnyPath
 from randomness import digest
 from run import results
-from run.agreement import check_alike
+from run.agreement import check_alike, in_all
 from run.console import Console, describe_trimming
 from run.examples import PRETOKENIZED, Example, read_split
 from sources import FEATURES
@@ -70,9 +69,7 @@ class TaskMetrics(NamedTuple):
         self.t5.arrays = {}
         if found is None:
             return None
-        partition.in_all(
-            lambda: write_results(self.workdir, self.task, step, found, self.console.line)
-        )
+        in_all(lambda: write_results(self.workdir, self.task, step, found, self.console.line))
         self.console.line(results.describe(step, self.task.split, self.task.name, found.values))
         return found.events()
 
@@ -120,7 +117,7 @@ class EvaluatedTask(NamedTuple):
             if not all(map(takes_scores, self.task.metric_fns)):
                 found = infer.in_batches(
                     functools.partial(infer.answer_batch, t5, self.decoding),
-                    [infer.Example(x.inputs, number=i) for i, x in enumerate(self.examples)],
+                    [infer.Question(x.inputs, number=i) for i, x in enumerate(self.examples)],
                     batch_size,
                     progress,
                 )
@@ -260,7 +257,7 @@ def score(
         for start in range(0, len(same_inputs), batch_size):
             part = same_inputs[start : start + batch_size]
             targets = [example.targets for example in part if example.targets is not None]
-            choices.append(infer.Example(part[0].inputs, targets))
+            choices.append(infer.Question(part[0].inputs, targets))
     most_choices = max(len(example.targets) for example in choices)
 
     score_batch = functools.partial(infer.score_batch, t5)

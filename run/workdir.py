@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 import checkpoint
-import partition
 import paths
 from formats import best
+from run.agreement import from_first_process, in_all
 from run.lock import Lock
 
 LAST_STEP = 'last_step'  # in config.json, if a run has ended before train.steps
@@ -99,7 +99,7 @@ class Metrics:
             return []
         written = [line['run'] for line in self.evaluations if line['step'] == step]
         is_written = [name in written for name in names]
-        of_first = partition.from_first_process(np.array(is_written))
+        of_first = from_first_process(np.array(is_written))
         return [name for name, x in zip(names, of_first, strict=True) if not x]
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
@@ -107,7 +107,7 @@ class Metrics:
 
         Each process calls it, and raises an error where the first one cannot write.
         """
-        partition.in_all(lambda: self._write(name, step, values))
+        in_all(lambda: self._write(name, step, values))
 
     def _write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         if jax.process_index() > 0:
