@@ -103,7 +103,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     anything is compiled, for invalid settings, files and folders.
     """
     spec = make_spec(config)
-    best.check_settings(config)
+    periods = {'eval': config.eval.every_steps, 'infer_eval': config.infer_eval.every_steps}
+    best.check_settings(config.save, config.train.early_stopping, periods)
     folder = paths.to_path(folder)
     checks.check_is_run(folder)
     terminal = console.Console()

@@ -47,7 +47,7 @@ CORE = {
     'family': 86,
     'kernels': 300,
     'loss': 140,
-    'optimizer': 240,
+    'optimizer': 226,
     'partition': 300,
     'prepare': 410,
     'data': 486,
@@ -60,7 +60,7 @@ CORE = {
     'messages': 50,
     'paths': 270,
     'randomness': 60,
-    'state_names': 125,
+    'state_names': 103,
     'user_code': 60,
 }
 # Through which files the core opens a package. All may read the settings and their ranges.
