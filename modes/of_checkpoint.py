@@ -11,7 +11,7 @@ import formats.open
 import paths
 from configs import base, check
 from formats import own_model
-from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
+from formats.vocabulary import changed_id, check_tokens, named_vocabulary, names_of, own_vocabulary
 from messages import Refused
 from model import T5Config
 from vocabulary import Vocabulary
@@ -129,7 +129,7 @@ def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vo
         found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     if found is None:
         raise Refused(f'{directory} has no vocabulary: name its own with --config.data.vocabulary')
-    if own is not None and own.names != found.names:
+    if own is not None and names_of(own) != names_of(found):
         change = changed_id(own, found) or 'it has more'
         raise Refused(
             f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'

@@ -16,7 +16,7 @@ import optimizer
 import state_names
 from configs import base
 from formats import write_hugging_face
-from formats.vocabulary import add_tokens, find_vocabulary
+from formats.vocabulary import add_tokens, find_vocabulary, names_of
 from messages import Refused
 from modes import convert
 from prepare import make_spec, restore, wanted
@@ -37,7 +37,7 @@ def test_tokens_follow_the_ids_of_the_vocabulary(tmp_path):
     for entries in (('<sep>', str(tmp_path / 'tokens.txt')), ('<sep>', *TOKENS)):
         found = add_tokens(GOOD, (*entries, piece))
         assert found.added_tokens == {**{t: 172 + i for i, t in enumerate(TOKENS)}, piece: 20}
-        assert found.size == 175 and found.names[:172] == GOOD.names
+        assert found.size == 175 and names_of(found)[:172] == names_of(GOOD)
         assert found.sentinel_ids.tolist() == GOOD.sentinel_ids.tolist()
         before, after = GOOD.encode(['es st', 'te'])
         assert found.encode(['es st<sep>te', 'es st [CLS]']) == [

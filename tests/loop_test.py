@@ -127,8 +127,7 @@ def state_of_step(step):
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.StepSpec, 'unsaved', frozenset())
+def make(tmp_path):
     return functools.partial(Loop, tmp_path / 'run')
 
 
