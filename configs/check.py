@@ -134,13 +134,18 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
     return content if 'model' in content else {}  # another program's
 
 
-def leaves(config: ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping, prefix: str = '', separator: str = '.') -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of every setting, the key with dots as on the command line."""
     for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            yield from leaves(value, f'{prefix}{name}.')
+        if isinstance(value, ConfigDict | dict):
+            yield from leaves(value, f'{prefix}{name}{separator}', separator)
         else:
             yield f'{prefix}{name}', value
+
+
+def flatten(content: Mapping) -> dict[str, Any]:
+    """Return {'model/vocab_size': 32128} of the content of a config.json."""
+    return dict(leaves(content, separator='/'))
 
 
 def describe() -> str:

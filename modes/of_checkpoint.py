@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-import checkpoint
 import formats.open
 import paths
 from configs import base, check
@@ -35,7 +34,7 @@ def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
     the checkpoint brings, are not the run's.
     """
     config = base.get_config()
-    stored = checkpoint.flatten(check.read_stored(directory))
+    stored = check.flatten(check.read_stored(directory))
     for key, _ in check.leaves(config):
         name = key.replace('.', '/')
         if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:

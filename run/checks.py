@@ -19,7 +19,7 @@ import model
 import partition
 import paths
 from configs import base
-from configs.check import read_stored
+from configs.check import flatten, read_stored
 from families import lora
 from messages import Refused
 from model import T5Config
@@ -200,9 +200,9 @@ def compare_settings(
     if 'base' in settings:  # the base of adapters is compared by base/fingerprint
         may_change += ('restore/path', 'base/directory')
     # A setting that is not in config.json is newer than the run.
-    defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
-    defaults |= checkpoint.flatten({'model': {'options': options}})
-    changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
+    defaults = flatten(json.loads(base.get_config().to_json()))
+    defaults |= flatten({'model': {'options': options}})
+    changes = changed_settings(defaults | flatten(old), settings, may_change)
     if old['data_fingerprint'] != settings['data_fingerprint']:
         files = json.loads((directory / 'data_files.json').read_bytes())
         changes.append(describe_changes([FileRecord(**file) for file in files], mixture.files))
@@ -215,8 +215,8 @@ def compare_settings(
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
     """Return 'name: old -> new' for each setting that differs, except those that begin as `may_change`."""
-    old = checkpoint.flatten(old)
-    new = checkpoint.flatten(new)
+    old = flatten(old)
+    new = flatten(new)
     changes = []
     for name in sorted(old | new):
         if old.get(name) != new.get(name) and not name.startswith(may_change):
