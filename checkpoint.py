@@ -44,18 +44,14 @@ from paths import AnyPath, list_folder
 
 VERSION = 3  # version 2 stores bfloat16 arrays as uint16
 CHUNK_BYTES = 64 * 2**20
-# Shared by all arrays: otherwise each looks for credentials and a region, and logs it. Memory mapping saves a copy
-# of each file.
+# Shared: otherwise each array looks for credentials, and logs it. Memory mapping saves a copy of each file.
 CONTEXT = ts.Context({'file_io_mode': {'mode': 'memmap'}})
 ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory
 TIMEOUT_SECONDS = 600  # wait for another process's next file
 INDEX = 'checkpoint'
 MANIFEST = 'manifest.json'
-# Temporary folders of `Saver`, not a user's backups.
-UNFINISHED = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')
 PARAMETER_PREFIX = 'target/'
 SLOT_PREFIX = 'state/param_states/'
-LFS_POINTER_BYTES = 200  # at most
 UNPACK_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # from damaged content
 ORBAX_REMEDY = "Orbax is not read: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
@@ -127,12 +123,12 @@ class Saver:
         if isinstance(final, Path):
             tmp = final.with_name(f'{final.name}.tmp-{self._stamp}')
         index = _make_index(tree, self.dtype)
-        packed = msgpack.packb({'version': VERSION, 'optimizer': unflatten(index)})
         specs = {path: index[path] for path in tree if isinstance(index[path], dict)}
         shards = list(self._pool.map(_copy_shards, [tree[path] for path in specs], specs.values()))
         # All are queued now; an interpreter that exits drains the queue first.
         written = self._pool.map(functools.partial(_write_array, tmp), specs.values(), shards)
-        files = {**files, INDEX: packed}  # in this order
+        packed = msgpack.packb({'version': VERSION, 'optimizer': unflatten(index)})
+        files = {**files, INDEX: packed}  # written in this order
         self._saving = self._pool.submit(self._commit, step, tmp, written, files)
 
     def check(self) -> None:
@@ -301,16 +297,16 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
 
 def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
     """Wait until all `files` exist. Raise TimeoutError if `directory` gets no new file for long."""
-    count = -1
-    deadline = 0.0
+    known: list[AnyPath] = []
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         missing = [file for file in files if not file.exists()]
         if not missing:
             return
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-            new_count = len([*directory.glob('**/*')])
-            if new_count != count:
-                count = new_count
+            found = list(directory.glob('**/*'))
+            if len(found) != len(known):
+                known = found
                 deadline = time.monotonic() + TIMEOUT_SECONDS
         if time.monotonic() > deadline:
             raise TimeoutError(f'{missing[0]} is missing after {TIMEOUT_SECONDS} s')
@@ -390,9 +386,8 @@ def restore(
     with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
     if not_finite:
-        logging.warning(
-            f'NaN or infinity in {first_ten(sorted(not_finite))}: its answers are wrong'
-        )
+        names = first_ten(sorted(not_finite))
+        logging.warning(f'NaN or infinity in {names}: its answers are wrong')
     return {path: arrays[path] for path in index}
 
 
@@ -416,9 +411,8 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     try:
         top = msgpack.unpackb(content, object_hook=leaf_of_map, ext_hook=array_of_extension)
-        version = top.get('version', 0)
-        if version not in (2, VERSION):
-            raise Refused(f'its version is {version}')
+        if top.get('version') not in (2, VERSION):
+            raise Refused(f'its version is {top.get("version")}')
         # JAX leaves out nil, a parameter without optimizer state.
         for keys, leaf in jax.tree_util.tree_leaves_with_path(top.get('optimizer', {})):
             name = jax.tree_util.keystr(keys, simple=True, separator='/')
@@ -452,7 +446,7 @@ class ZarrEntry:
         Only name, shape and dtype of the spec count: .zarray alone is right about chunks and compressor.
         """
         for file, size in paths.sizes_in(self.folder).items():
-            if size < LFS_POINTER_BYTES:
+            if size < 200:  # may be a pointer of git-lfs, which this refuses
                 paths.own_file(file)
         stored = {
             'driver': 'zarr',
@@ -460,12 +454,10 @@ class ZarrEntry:
             'fill_missing_data_reads': False,  # a lost chunk is an error, not zeros
         }
         array = self.result_of(ts.open(stored, context=CONTEXT))
-        dtype = self.spec.get('dtype', array.dtype.name)  # old specs have none
-        is_told = array.shape == self.shape and array.dtype.name == dtype
-        if not is_told or dtype == 'uint16':  # T5X refuses uint16, too
-            raise Refused(
-                f'{self.folder} has {array.dtype.name} {array.shape}, not {dtype} {self.shape}: copy it again'
-            )
+        found = (array.dtype.name, array.shape)
+        told = (self.spec.get('dtype', array.dtype.name), self.shape)  # old specs have no dtype
+        if found != told or 'uint16' in found:  # T5X refuses uint16, too
+            raise Refused(f'{self.folder} has {found}, not {told}: copy it again')
         return array
 
     def result_of(self, future: ts.Future[T]) -> T:
@@ -494,8 +486,8 @@ def unfinished(workdir: AnyPath) -> list[AnyPath]:
     """Return the folders that interrupted saves and deletions left in a workdir."""
     if not isinstance(workdir, Path):
         return [x for x in step_folders(workdir).values() if not commit_of(x).exists()]
-    folders = workdir.glob('checkpoint_*.tmp-*/')
-    return [x for x in folders if UNFINISHED.fullmatch(x.name) and not x.is_symlink()]
+    ours = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')  # others are a user's backups
+    return [x for x in workdir.glob('*/') if ours.fullmatch(x.name) and not x.is_symlink()]
 
 
 def step_folders(workdir: AnyPath) -> dict[int, AnyPath]:
@@ -523,9 +515,8 @@ def is_parameter(path: str) -> bool:
 
 def parameters(tree: Mapping[str, T]) -> dict[str, T]:
     """Return {path without 'target/': leaf} of the parameters in a flat tree."""
-    return {
-        path.removeprefix(PARAMETER_PREFIX): x for path, x in tree.items() if is_parameter(path)
-    }
+    start = len(PARAMETER_PREFIX)
+    return {path[start:]: leaf for path, leaf in tree.items() if is_parameter(path)}
 
 
 def shapes(tree: Mapping) -> Shapes:

@@ -54,7 +54,7 @@ CORE = {
     'stream': 510,
     'vocabulary': 205,
     'validation': 276,
-    'checkpoint': 543,
+    'checkpoint': 534,
     'decode': 410,
     'infer': 420,
     'messages': 50,
