@@ -418,7 +418,8 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
             name = jax.tree_util.keystr(keys, simple=True, separator='/')
             leaves[name] = leaf if isinstance(leaf, ZarrEntry) else np.asarray(leaf)
     except UNPACK_ERRORS as error:
-        raise Refused(f'{file} is not a T5X index ({error}): {ORBAX_REMEDY}') from error
+        rule = f'name a checkpoint; {ORBAX_REMEDY}'
+        raise Refused(f'{file} is not a T5X index ({error}): {rule}') from error
     return leaves
 
 

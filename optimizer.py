@@ -137,7 +137,7 @@ def adamw(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransforma
     )
 
 
-# The choices of `optimizer.name`.
+# The choices of `optimizer.name`: functions of the settings `optimizer` and the schedule.
 OPTIMIZERS = {'adafactor': adafactor, 'adamw': adamw}
 
 
