@@ -38,9 +38,7 @@ class Interval:
         self.positions: list[NDArray] = []  # in the data, of the steps not looked at yet
         self._queued: list[dict[str, jax.Array | float]] = []
 
-    def add(
-        self, metrics: Mapping[str, jax.Array], batch: Mapping[str, NDArray], position: NDArray
-    ) -> None:
+    def add(self, metrics: Mapping, batch: Mapping[str, NDArray], position: NDArray) -> None:
         """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
         content = b''.join(x.tobytes() for x in batch.values())
         self._queued.append({**metrics, 'batch_crc32': float(zlib.crc32(content))})
