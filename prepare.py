@@ -149,9 +149,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             planned.num_microbatches,
             report=terminal.validation_losses,
         )
-        answers = task_metrics.of_run(
-            answered, spec.model_config, spec.state_shapes.params, spec.mesh, folder, terminal
-        )
+        answers = task_metrics.of_run(answered, spec.model_config, spec.mesh, folder, terminal)
         stack.pop_all()  # the run keeps its lock
     return loop.Run(
         train=config.train,

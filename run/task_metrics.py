@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import infer
+import model
 import partition
 import tasks.open
 import user_code
@@ -34,7 +35,7 @@ from randomness import digest
 from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
-from run.examples import PRETOKENIZED, TaskExample, read_split
+from run.examples import PRETOKENIZED, RecordExample, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks.mixtures import MetricFn, Task
@@ -81,7 +82,6 @@ class TaskMetrics(NamedTuple):
 def of_run(
     tasks: 'Sequence[EvaluatedTask]',
     model_config: T5Config,
-    params: Mapping[str, jax.ShapeDtypeStruct],
     mesh: Mesh,
     workdir: AnyPath,
     console: Console,
@@ -89,9 +89,12 @@ def of_run(
     """Return the metrics of tasks in a run. The model that answers has no adapters, and gets its parameters later."""
     if not tasks:
         return []
+    params = {}
+    for path, shape in model.shapes(model_config).items():
+        params[path] = jax.ShapeDtypeStruct(shape, np.float32)
+    merged = jax.eval_shape(functools.partial(lora.merge, model_config), params)
     base = lora.without_adapters(model_config)
-    shapes = jax.eval_shape(functools.partial(lora.merge, model_config), params)
-    t5 = infer.T5(base, shapes, mesh, tasks[0].vocabulary)
+    t5 = infer.T5(base, merged, mesh, tasks[0].vocabulary)
     return [TaskMetrics(task, model_config, t5, workdir, console) for task in tasks]
 
 
@@ -101,19 +104,19 @@ class EvaluatedTask(NamedTuple):
     task: Task
     name: str
     split: str
-    examples: list[TaskExample]
+    examples: list[RecordExample]
     vocabulary: Vocabulary
     config: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
     decoding: infer.Decoding = infer.Decoding()
 
-    def postprocess(self, text: str, example: TaskExample, is_target: bool) -> object:
+    def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
         """Return what metrics compare of a text, the targets or an answer of an example."""
         assert example.targets is not None
         fields = {**example.fields, 'num_target_tokens': len(example.targets)}
         return self.task.postprocess(text, fields, is_target=is_target)
 
-    def target(self, example: TaskExample) -> object:
+    def target(self, example: RecordExample) -> object:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
@@ -269,7 +272,10 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[TaskExample], batch_size: int, progress: Callable[[int], None]
+    t5: infer.T5,
+    examples: Sequence[RecordExample],
+    batch_size: int,
+    progress: Callable[[int], None],
 ) -> list[float]:
     """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []

@@ -49,7 +49,7 @@ CORE = {
     'loss': 140,
     'optimizer': 240,
     'partition': 300,
-    'prepare': 333,
+    'prepare': 331,
     'data': 486,
     'stream': 510,
     'vocabulary': 225,
