@@ -17,8 +17,7 @@ The modules build their submodules inside `__call__`, each with an explicit name
 shapes. Parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None turns it
 off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
 
-Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
-MLPs).
+Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated MLPs).
 """
 
 import dataclasses
@@ -26,7 +25,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import haiku as hk
@@ -38,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 import partition
-from decode import Cache, KeysValues, LayerCache, add_writers, read_mask
+from decode import Cache, KeysValues, LayerCache, add_writers, empty_cache, read_mask
 from family import Family, Options
 
 # How parameters are split: regular expression of a path -> PartitionSpec. Each module asks Haiku for
@@ -53,10 +51,6 @@ PARAMETER_SPECS = {
     r'decoder/logits_dense/kernel': P('fsdp', 'model'),  # [embed, vocab]
     r'.+_norm/scale': P(None),  # [embed]
 }
-# The kernels of a step of decoding: all but those for keys and values of the inputs.
-STEP_KERNELS = (
-    r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
-)
 ACTIVATIONS: dict[str, Callable] = {
     'relu': jax.nn.relu,
     'gelu': lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form, as in Flax and Mesh-TF
@@ -141,10 +135,10 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     return {f'{scope}/{name}': x for scope, leaves in tree.items() for name, x in leaves.items()}
 
 
-def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
+def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
     """Return {path: unsplit shape} of all parameters, without computing them."""
     tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))
-    return MappingProxyType({path: x.shape for path, x in tree.items()})
+    return {path: x.shape for path, x in tree.items()}
 
 
 def param_specs(config: T5Config, paths: Iterable[str] | None = None) -> dict[str, P]:
@@ -215,13 +209,13 @@ def logits(
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
     decoder = config.parts.decoder(config, name='decoder')
-    positions_T = jnp.arange(segments_bT.shape[1])
+    mask, positions = decoder.shared(segments_bT)
     logits_bTv, _, decoder_aux = decoder(
         decoder.embed(batch['decoder_input_tokens'], table_vD),
         encoded_bMD,
-        mask=segment_mask(segments_bT, segments_bT, causal=True),
+        mask=mask,
         inputs_mask=segment_mask(segments_bT, segments_bM),
-        positions=Positions(positions_T, positions_T),
+        positions=positions,
         rows_b=rows_b,
         table_vD=table_vD,
     )
@@ -229,6 +223,7 @@ def logits(
     for name in encoder_aux.keys() | decoder_aux.keys():
         of_stacks = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
         aux[name] = jnp.concatenate(of_stacks).mean(axis=0)
+        check_output('layers', aux[name], segments_bT.shape[:1], jnp.float32, f'aux {name!r}')
     return logits_bTv, aux
 
 
@@ -248,12 +243,9 @@ def encode(
         table_vD = token_table(config)
     encoder = config.parts.encoder(config, name='encoder')
     x_bMD, segments_bM = encoder.embed(inputs_bM, segments_bM, table_vD)
-    check_output('encoder', x_bMD, (*segments_bM.shape, config.emb_dim), jnp.float32, 'embedding')
+    check_output('encoder', x_bMD, x_bMD.shape, jnp.float32, 'embedding')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
     check_output('encoder', encoded_bMD, x_bMD.shape, config.dtype)
-    for name, value in aux.items():
-        shape = (*jnp.shape(value)[:1], len(x_bMD))
-        check_output('encoder', value, shape, jnp.float32, f'aux {name!r}, [layers, b],')
     return encoded_bMD, segments_bM, aux
 
 
@@ -267,31 +259,14 @@ def token_table(config: T5Config) -> jax.Array:
 
 
 def start_decoding(
-    config: T5Config,
-    inputs_bM: jax.Array,
-    max_length: int,
-    num_decodes: int = 1,
-    is_beam_search: bool = False,
+    config: T5Config, inputs_bM: jax.Array, num_decodes: int = 1, is_beam_search: bool = False
 ) -> Cache:
-    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each of `max_length` tokens."""
+    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each, without room for tokens."""
+    encoded_bMD, segments_bM, _ = encode(config, inputs_bM)
+    of_inputs = config.parts.decoder(config, name='decoder').read_inputs(encoded_bMD)
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
-    encoded_bMD, segments_bM, _ = encode(config, inputs_bM)
-    decoder = config.parts.decoder(config, name='decoder')
-
-    def room(x_bhKM):
-        shape = (num_groups, *x_bhKM.shape[1:3], max_length * num_beams)
-        return jnp.zeros_like(x_bhKM, shape=shape)
-
-    layers = []
-    for inputs in decoder.read_inputs(encoded_bMD):
-        layers.append(LayerCache(targets=jax.tree.map(room, inputs), inputs=inputs))
-    return Cache(
-        length=jnp.int32(0),
-        mask_b11M=(segments_bM > 0)[:, None, None],
-        writers_gnM=jnp.zeros_like(inputs_bM, shape=(num_groups, num_beams, max_length)),
-        layers=tuple(layers),
-    )
+    return empty_cache(of_inputs, (segments_bM > 0)[:, None, None], num_groups, num_beams)
 
 
 def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -312,14 +287,6 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
     )
     cache = cache._replace(length=cache.length + 1, layers=layers)
     return logits_gTv.reshape(len(tokens_r), -1), cache
-
-
-def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
-    """Return {path: dtype} of the kernels of a step of decoding; {} if some may not be `Kernel`s."""
-    if config.module or config.lora_rank:
-        return {}
-    dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
-    return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, 'float32')
 
 
 class Mask(NamedTuple):
@@ -389,27 +356,31 @@ class Encoder(hk.Module):
 
 
 def apply_layers(
-    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array, in_scan: bool = False
+    c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
 ) -> tuple[jax.Array, Aux]:
     """Return x_bTD after the layers `layer(index, x_bTD)`, with `c.remat` and `c.scan_layers`.
 
     Aux is stacked over the layers that report it, [layers, b]. A layer gathers its own parameters: remat
     gathers them again, a scan one period of layers at a time.
     """
-    if c.scan_layers and not in_scan and not hk.running_init():
+    if c.scan_layers and not hk.running_init() and num_layers >= c.family.period(c):
         return scan_layers(c, num_layers, layer, x_bTD)
+    return loop_over_layers(c, range(num_layers), layer, x_bTD)
+
+
+def loop_over_layers(
+    c: T5Config, indices: Iterable[int], layer: Callable, x_bTD: jax.Array, in_scan: bool = False
+) -> tuple[jax.Array, Aux]:
+    """Return what `apply_layers` returns, for the layers of `indices`."""
     aux: dict[str, list] = {}
-    for index in range(num_layers):
+    for index in indices:
         of_index = functools.partial(layer, index)
         if c.remat != 'none':
-            policy = REMAT_POLICIES[c.remat]
-            of_index = hk.remat(of_index, policy=policy, prevent_cse=not in_scan)
+            of_index = hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not in_scan)
         before_bTD = x_bTD
         x_bTD, of_layer = of_index(x_bTD)
         check_output(f'layers_{index}', x_bTD, before_bTD.shape, before_bTD.dtype)
         for name, value_b in of_layer.items():
-            what = f'aux {name!r}, [b],'
-            check_output(f'layers_{index}', value_b, x_bTD.shape[:1], jnp.float32, what)
             aux.setdefault(name, []).append(value_b)
     return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
@@ -419,17 +390,18 @@ def scan_layers(
 ) -> tuple[jax.Array, Aux]:
     """Return what `apply_layers` returns, from one program for all periods of layers: it compiles faster.
 
-    The program of the first period reads the slices of each period, and `index` counts within it. The key of
-    dropout passes from layer to layer, as it does without a scan.
+    The program of the first period reads the slices of each period, and `index` counts within it. The layers after the
+    last whole period are read one by one. The key of dropout passes from layer to layer, as it does without a scan.
     """
     period = c.family.period(c)
+    num_scanned = num_layers - num_layers % period
     tree = hk.get_params()
     stack = hk.experimental.current_name()
     stacked = {}
     for scope in tree:
         match = re.match(rf'{stack}/layers_(\d+)/', scope)
         if match and int(match[1]) < period:
-            numbers = range(int(match[1]), num_layers, period)
+            numbers = range(int(match[1]), num_scanned, period)
             scopes = [f'{stack}/layers_{i}/{scope[match.end() :]}' for i in numbers]
             for name in tree[scope]:
                 stacked[f'{scope}/{name}'] = jnp.stack([tree[scope][name] for scope in scopes])
@@ -437,10 +409,14 @@ def scan_layers(
     def apply_period(x_bTD, slices):
         read = lambda next_getter, _, context: next_getter(slices[context.full_name])  # noqa: E731
         with hk.custom_getter(read):
-            return apply_layers(c, period, layer, x_bTD, in_scan=True)
+            return loop_over_layers(c, range(period), layer, x_bTD, in_scan=True)
 
     x_bTD, aux = hk.scan(apply_period, x_bTD, stacked)
-    return x_bTD, {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
+    aux = {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
+    x_bTD, of_rest = loop_over_layers(c, range(num_scanned, num_layers), layer, x_bTD)
+    for name, values in of_rest.items():
+        aux[name] = jnp.concatenate([aux[name], values])
+    return x_bTD, aux
 
 
 @dataclasses.dataclass
@@ -476,6 +452,13 @@ class Decoder(hk.Module):
     def embed(self, tokens_bT, table_vD):
         """Return the embedded tokens x_bTD."""
         return self.config.parts.embedder(self.config, tokens_bT, table_vD)
+
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        mask = segment_mask(segments_bT, segments_bT, causal=True)
+        return mask, Positions(positions_T, positions_T)
 
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, rows_b, table_vD, caches=None
@@ -540,6 +523,13 @@ class DecoderLayer(hk.Module):
     config: T5Config
     index: int  # in the stack; in a scan, in its period
     name: str
+
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        mask = segment_mask(segments_bT, segments_bT, causal=True)
+        return mask, Positions(positions_T, positions_T)
 
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache

@@ -87,7 +87,7 @@ def open_model(
     config = lora.without_adapters(config)  # they are merged
     if is_encoder(opened.leaves):
         config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
-    compare(dict(model.shapes(config)), shapes, str(directory))
+    compare(model.shapes(config), shapes, str(directory))
     return OpenedModel(directory, opened.leaves, config, note, is_assumed)
 
 

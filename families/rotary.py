@@ -1,4 +1,4 @@
-"""An own model: T5 with rotary positions instead of the relative position bias.
+"""T5 with rotary positions instead of the relative position bias.
 
 Queries and keys of self-attention are rotated by angles that grow with their positions, so that
 their products depend on the distance alone. A cache holds rotated keys. Training, where all
