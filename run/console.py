@@ -145,7 +145,7 @@ class End(enum.Enum):
 
 
 def ending(
-    folder: Workdir,
+    workdir: Workdir,
     train: ConfigDict,
     mixture: OpenMixture,
     step: int,
@@ -154,8 +154,7 @@ def ending(
 ) -> list[str]:
     """Return the last lines of a run: why it ended, its best step, and what to try next."""
     lines = []
-    workdir = folder.path
-    history = folder.metrics.history()
+    history = workdir.metrics.history()
     if end == End.EARLY_STOPPING:
         lines.append(
             f'Step {step:,}: train.early_stopping={train.early_stopping} evaluation(s) without a '
@@ -167,20 +166,21 @@ def ending(
         )
     elif not took_steps:
         lines.append(f'Already at step {step:,} of {train.steps:,}: nothing to do.')
-    best_step = history.best_of(checkpoint.steps(workdir))
+    best_step = history.best_of(checkpoint.steps(workdir.path))
     if best_step is not None:
         lines.append(
             f'The best saved step is {best_step:,}, with {history.metric} '
             f'{history.values[best_step]:.6g}: checkpoint_{best_step}, which --step=best opens.'
         )
-    if workdir.is_relative_to(Path.cwd()):
-        workdir = workdir.relative_to(Path.cwd())
+    folder = workdir.path
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
     lines.append(
-        f"Everything is in {workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
+        f"Everything is in {folder}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
     )
     has_inputs = all(task.task.takes_inputs for task in mixture.tasks)
     if mixture.corpus.startswith('pydoc') and not has_inputs:
-        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
+        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={folder}-mine'])
         after = f'the same command with {flags} learns from your text, one document a line.'
         return [*lines, f'Next: {after}']
     changes = []
@@ -191,9 +191,9 @@ def ending(
         changes.append('--config.train.early_stopping=0')
     if not changes:
         changes.append('a larger --config.train.epochs')
-    tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
+    tensorboard = shlex.join(['tensorboard', f'--logdir={folder}'])
     after = f'{tensorboard} shows the curves; {" with ".join(changes)} continues.'
     if has_inputs:
-        infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
+        infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={folder}'])
         after = f"{infer} --text='...' answers; {after}"
     return [*lines, f'Next: {after}']

@@ -57,7 +57,7 @@ class Workdir(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a checkpoint keeps of a run beside its state and its position in the data."""
+    """The progress of a run that its checkpoint keeps beside the state and the position in the data."""
 
     interval: Sequence[Mapping[str, float]] = ()  # metrics of the steps since the last logged one
     num_not_finite: int = 0  # steps skipped
