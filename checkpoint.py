@@ -446,9 +446,10 @@ class ZarrEntry:
 
         Only name, shape and dtype of the spec count: .zarray alone is right about chunks and compressor.
         """
-        for file, size in paths.sizes_in(self.folder).items():
-            if size < 200:  # may be a pointer of git-lfs, which this refuses
-                paths.own_file(file)
+        if isinstance(self.folder, Path):
+            for file in paths.list_folder(self.folder):
+                if file.stat().st_size < 200:  # may be a pointer of git-lfs, which this refuses
+                    paths.own_file(file)
         stored = {
             'driver': 'zarr',
             'kvstore': paths.to_kvstore(self.folder),

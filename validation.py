@@ -73,7 +73,8 @@ class Evaluation:
                 jax.block_until_ready(queued[-2])  # compute one batch, queue one
             if stop(count):
                 return None
-        values = summarize(jax.device_get(queued), self.config) | self.unigram_baselines
+        values = summarize(jax.device_get(queued), self.config.train.batch_size, self.config.data)
+        values |= self.unigram_baselines
         self.report(f'Step {step:,}{self.title}', values)
         return values
 
@@ -221,20 +222,22 @@ def make_sums(
     return jax.jit(sums)
 
 
-def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[str, float]:
+def summarize(
+    steps: Sequence[Mapping[str, float]], batch_size: int, data_group: ConfigDict
+) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) from the sums of some steps.
 
     'nats_per_token' is the cross entropy without z-loss. Sums that are not T5X's are divided by the weights, like
     'accuracy', and sums of aux by the rows.
     """
     total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
-    num_rows = len(steps) * config.train.batch_size
-    inputs = num_rows * config.data.lengths.inputs  # positions, padding included
-    targets = num_rows * config.data.lengths.targets
+    num_rows = len(steps) * batch_size
+    inputs = num_rows * data_group.lengths.inputs  # positions, padding included
+    targets = num_rows * data_group.lengths.targets
     weights = max(total['weights'], 1e-9)
     tokens = total['encoder_tokens'] + total['decoder_tokens']
     encoder, decoder = 'encoder', 'decoder'
-    if config.data.pack == 'no':
+    if data_group.pack == 'no':
         encoder, decoder = 'encoder_input_tokens', 'decoder_target_tokens'
     metrics = {name: total[name] / weights for name in sum_names() if name not in T5X_SUMS}
     for name in total:

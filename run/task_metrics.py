@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import infer
+import model
 import partition
 import tasks.open
 import user_code
@@ -33,7 +35,7 @@ from randomness import digest
 from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
-from run.examples import PRETOKENIZED, Example, read_split
+from run.examples import PRETOKENIZED, RecordExample, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks.mixtures import MetricFn, Task
@@ -77,25 +79,44 @@ class TaskMetrics(NamedTuple):
         return found.events()
 
 
+def of_run(
+    tasks: 'Sequence[EvaluatedTask]',
+    model_config: T5Config,
+    mesh: Mesh,
+    workdir: AnyPath,
+    console: Console,
+) -> list[TaskMetrics]:
+    """Return the metrics of tasks in a run. The model that answers has no adapters, and gets its parameters later."""
+    if not tasks:
+        return []
+    params = {}
+    for path, shape in model.shapes(model_config).items():
+        params[path] = jax.ShapeDtypeStruct(shape, np.float32)
+    merged = jax.eval_shape(functools.partial(lora.merge, model_config), params)
+    base = lora.without_adapters(model_config)
+    t5 = infer.T5(base, merged, mesh, tasks[0].vocabulary)
+    return [TaskMetrics(task, model_config, t5, workdir, console) for task in tasks]
+
+
 class EvaluatedTask(NamedTuple):
     """The examples of a split of a task, and what their results are called."""
 
     task: Task
     name: str
     split: str
-    examples: list[Example]
+    examples: list[RecordExample]
     vocabulary: Vocabulary
     config: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
     decoding: infer.Decoding = infer.Decoding()
 
-    def postprocess(self, text: str, example: Example, is_target: bool) -> object:
+    def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
         """Return what metrics compare of a text, the targets or an answer of an example."""
         assert example.targets is not None
         fields = {**example.fields, 'num_target_tokens': len(example.targets)}
         return self.task.postprocess(text, fields, is_target=is_target)
 
-    def target(self, example: Example) -> object:
+    def target(self, example: RecordExample) -> object:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
@@ -251,7 +272,10 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], None]
+    t5: infer.T5,
+    examples: Sequence[RecordExample],
+    batch_size: int,
+    progress: Callable[[int], None],
 ) -> list[float]:
     """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []
@@ -344,7 +368,8 @@ def check_best_metric(
 
 def validation_tags(config: ConfigDict) -> list[str]:
     """Return the names of the metrics that an `Evaluation` returns."""
-    tags = list(validation.summarize([dict.fromkeys(validation.sum_names(), 0.0)], config))
+    sums = dict.fromkeys(validation.sum_names(), 0.0)
+    tags = list(validation.summarize([sums], config.train.batch_size, config.data))
     for name in ('nats_per_text_token', 'nats_per_target_token'):
         tags += [name, f'unigram_{name}']
     return tags
