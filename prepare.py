@@ -133,12 +133,11 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             training = open_split(text.training, 'train', config.train.epochs or None)
             held_out = open_split(text.held_out, 'validation', num_epochs=1)
         introduce(terminal, config, spec, training, begin)
-        with terminal.working('Reading the examples of task metrics'):
-            answered = task_metrics.read_tasks(
-                config, config.infer_eval.split, vocabulary, text.answered, terminal.line
-            )
+        answered = task_metrics.read_tasks(
+            terminal, text.answered, vocabulary, config.data, config.infer_eval, config.decode
+        )
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, held_out, answered)
+            task_metrics.check_best_metric(config.save.best_metric, held_out, answered)
         end = end_of(config, begin, lines)
         planned, state = compile_and_restore(config, spec, begin, folder, end, terminal)
         progress = SavedProgress()
@@ -149,7 +148,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         metrics = workdir.Metrics(folder, lines, text.training.corpus)
         kept = workdir.Workdir(folder, held, metrics, saver, files)
         losses = validation.open_evaluations(
-            config,
+            config.eval,
+            spec.loss_config,
             spec.model_config,
             spec.mesh,
             training,
@@ -189,9 +189,9 @@ def open_text(config: ConfigDict) -> Text:
     evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
     answered = []
     if config.infer_eval.every_steps:
-        answered = task_metrics.open_tasks(config, config.infer_eval.split)
-    checks.check_mixture(config, mixture)
+        answered = task_metrics.open_tasks(config.data, config.infer_eval, config.decode)
     held_out = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
+    checks.check_mixture(mixture, held_out, config.train.epochs)
     return Text(mixture, held_out, answered)
 
 

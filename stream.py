@@ -161,19 +161,19 @@ class Stream:
     def position(self) -> NDArray:
         """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
 
-        Each row has the fields of a TaskPosition for each task, then `draw` and `given` of its window.
+        Each row has the fields of a TaskPosition for each task, then `draw` and `given` of its lane.
         """
         numbers: list[int] = []
         for lane in self._lanes:
-            tasks, draw, given = lane.position
-            numbers += [*itertools.chain.from_iterable(tasks), draw, given, 0, 0]
+            starts = itertools.chain.from_iterable(lane.starts)
+            numbers += [*starts, lane.draw, lane.given, 0, 0]
         return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
 
     def seek(self, position: NDArray) -> None:
         self._lanes = []
         for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
-            starts = tuple([TaskPosition(*task) for task in tasks])
-            self._lanes.append(Lane(self, row, LanePosition(starts, window[0], window[1])))
+            starts = [TaskPosition(*task) for task in tasks]
+            self._lanes.append(Lane(self, row, starts, draw=window[0], given=window[1]))
 
     def of_each_task(self) -> list['Stream']:
         """Return a stream of one epoch of each task alone, for the same rows."""
@@ -214,10 +214,6 @@ class Stream:
         has_weights = bool(self.data_group.weight)
         return data.encoder_decoder(rows, self.data_group.lengths, is_packed, has_weights)
 
-    def seed_of(self, task: 'TokenizedTask') -> int | str:
-        """Return the seed of a task: in a mixture each has its own."""
-        return self.seed if self.mixture.is_single else f'{self.seed} {task.name}'
-
 
 class TaskPosition(NamedTuple):
     """A lane's position in a task: at example `given` of the group that begins at `offset` in `pool`."""
@@ -225,14 +221,6 @@ class TaskPosition(NamedTuple):
     epoch: int = 0
     pool: int = 0
     offset: int = 0
-    given: int = 0
-
-
-class LanePosition(NamedTuple):
-    """A lane's position: at row `given` of the window that begins with its example number `draw`."""
-
-    tasks: tuple[TaskPosition, ...]  # start of the window in each task
-    draw: int = 0
     given: int = 0
 
 
@@ -247,23 +235,24 @@ class Drawn(NamedTuple):
 
 
 class Lane:
-    """The rows of one lane. `position` is that of the next row."""
+    """The rows of one lane. The next one is row `given` of a window, which begins with the lane's example `draw`."""
 
-    def __init__(self, stream: Stream, row: int, position: LanePosition):
-        self.position = position
+    def __init__(self, stream: Stream, row: int, starts: list[TaskPosition], draw: int, given: int):
+        self.starts = starts  # of the window in each task
+        self.draw = draw
+        self.given = given
         self._stream = stream
         self._row = row
         lengths = stream.data_group.lengths
         self._limits = (lengths.inputs, lengths.targets)  # reading a ConfigDict takes long
         self._readers = []
-        for task, start in zip(stream.tasks, position.tasks, strict=True):
+        for task, start in zip(stream.tasks, starts, strict=True):
             self._readers.append(ExampleReader(stream, task, row, start))
-        self._draws = draw_tasks(stream, row, first=position.draw)
+        self._draws = draw_tasks(stream, row, first=draw)
         self._window: list[list[Drawn]] = []  # rows; none if the next window is due
 
     def next_row(self) -> list[Drawn]:
         """Return the examples of the next row, none after the last epoch, and advance."""
-        tasks, draw, given = self.position
         if not self._window:
             examples = list(self._read_window())
             if not examples:
@@ -272,16 +261,15 @@ class Lane:
             if self._stream.pack_examples is not None:
                 sizes = np.array([[len(x.inputs), len(x.targets)] for _, x in examples])
                 rows = self._stream.pack_examples(sizes, np.array(self._limits))
-                order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
+                order = permutation(len(rows), 'rows', self._stream.seed, self._row, self.draw)
                 self._window = [[examples[i] for i in rows[k]] for k in order]
-        row = self._window[given]
-        given += 1
-        if given == len(self._window):
-            tasks = tuple([reader.position for reader in self._readers])
-            draw += sum(map(len, self._window))
-            given = 0
+        row = self._window[self.given]
+        self.given += 1
+        if self.given == len(self._window):
+            self.starts = [reader.position for reader in self._readers]
+            self.draw += sum(map(len, self._window))
+            self.given = 0
             self._window = []
-        self.position = LanePosition(tasks, draw, given)
         return row
 
     def _read_window(self) -> Iterator[Drawn]:
@@ -290,7 +278,7 @@ class Lane:
         A window of a single task ends with its epoch: few records start quickly.
         """
         max_rows = self._stream.rows_per_window
-        if self.position.draw == 0:  # stagger the first windows: lanes refill at different steps
+        if self.draw == 0:  # stagger the first windows: lanes refill at different steps
             max_rows = 1 + self._row % max_rows
         max_inputs, max_targets = self._limits
         num_rows = 0.0
@@ -328,7 +316,9 @@ class ExampleReader:
         self._split = stream.split
         self._num_epochs = stream.num_epochs or math.inf
         self._task = task
-        seed = stream.seed_of(task)
+        seed: int | str = stream.seed
+        if not stream.mixture.is_single:
+            seed = f'{seed} {task.name}'
         self._share = Share(seed, position.epoch, lane=row, num_lanes=stream.batch_size)
         self._go_to(position)
 

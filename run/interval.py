@@ -105,7 +105,7 @@ def training_metrics(
     values: dict[str, float] = {}
     updates = [metrics for metrics in interval if metrics['finite']]
     if updates:
-        values = validation.summarize(updates, config)
+        values = validation.summarize(updates, config.train.batch_size, config.data)
         values['learning_rate'] = float(np.mean([x['learning_rate'] for x in updates]))
         values['weight_gradient_norm'] = float(np.mean([x['gradient_norm'] for x in updates]))
     checksums = np.array([metrics['batch_crc32'] for metrics in interval])
