@@ -33,7 +33,7 @@ from randomness import digest
 from run import results
 from run.agreement import check_alike
 from run.console import Console, describe_trimming
-from run.examples import PRETOKENIZED, Example, read_split
+from run.examples import PRETOKENIZED, RecordExample, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks.mixtures import MetricFn, Task
@@ -83,19 +83,19 @@ class EvaluatedTask(NamedTuple):
     task: Task
     name: str
     split: str
-    examples: list[Example]
+    examples: list[RecordExample]
     vocabulary: Vocabulary
     infer_eval: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
     decoding: infer.Decoding = infer.Decoding()
 
-    def postprocess(self, text: str, example: Example, is_target: bool) -> object:
+    def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
         """Return what metrics compare of a text, the targets or an answer of an example."""
         assert example.targets is not None
         fields = {**example.fields, 'num_target_tokens': len(example.targets)}
         return self.task.postprocess(text, fields, is_target=is_target)
 
-    def target(self, example: Example) -> object:
+    def target(self, example: RecordExample) -> object:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
@@ -257,7 +257,10 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], None]
+    t5: infer.T5,
+    examples: Sequence[RecordExample],
+    batch_size: int,
+    progress: Callable[[int], None],
 ) -> list[float]:
     """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []

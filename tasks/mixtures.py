@@ -16,13 +16,13 @@ from messages import Refused, named, noting
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
 from tasks.objectives import OBJECTIVES, OwnObjective
-from tasks.preprocessors import Example, Fields, text_of
+from tasks.preprocessors import Fields, Texts, text_of
 from vocabulary import Vocabulary
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
 # From the fields of a record to its examples.
-PreprocessFn = Callable[[Fields], Iterable[Example]]
+PreprocessFn = Callable[[Fields], Iterable[Texts]]
 # From a text (targets, or what the model predicts), the example, and whether it is the targets.
 PostprocessFn = Callable[..., object]
 # (targets, predictions) or (targets, scores): {name of the metric: value}.
@@ -108,7 +108,7 @@ class Task:
             return self.objective_class(data_group, vocabulary)
         return OwnObjective(self.objective, data_group, vocabulary)
 
-    def preprocess(self, records: Iterable[Fields]) -> Iterator[Example]:
+    def preprocess(self, records: Iterable[Fields]) -> Iterator[Texts]:
         """Yield the examples of records, {'inputs': text, 'targets': text, ...}."""
         for fields in records:
             if self.preprocess_fn is not None:
