@@ -442,7 +442,7 @@ def fill(rows: Sequence[Sequence[Example]], feature: str, length: int) -> Packed
     inputs and targets stay aligned.
     """
     packed = PackedRows(*np.zeros((3, len(rows), length), np.int32))
-    count = np.arange(length)
+    count = np.arange(length, dtype=np.int32)
     for row, ids, segment_ids, positions in zip(rows, *packed, strict=True):
         begin = 0
         for segment, example in enumerate(row, start=1):
