@@ -206,8 +206,7 @@ class Stream:
         drawn = [(task, example.is_trimmed) for row in rows for task, example in row]
         tasks, is_trimmed = np.array(drawn).T
         np.add.at(self.counts, tasks, np.stack([np.ones_like(tasks), is_trimmed], axis=1))
-        examples = [[example for _, example in row] for row in rows]
-        return self.batch_of(examples)
+        return self.batch_of([[example for _, example in row] for row in rows])
 
     def batch_of(self, rows: Sequence[Sequence[Example]]) -> dict[str, NDArray]:
         is_packed = self.pack_examples is not None

@@ -51,7 +51,7 @@ CORE = {
     'partition': 300,
     'prepare': 410,
     'data': 455,
-    'stream': 459,
+    'stream': 458,
     'vocabulary': 225,
     'validation': 262,
     'checkpoint': 590,
