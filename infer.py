@@ -28,7 +28,7 @@ import kernels
 import model
 import partition
 from answers import programs, words
-from answers.batches import Answer, Ids, Query, in_batches, next_size, padded_rows
+from answers.batches import Answer, Example, Ids, in_batches, next_size, padded_rows
 from answers.options import OPTIONS, Decoding
 from answers.words import Array, Inputs, Prompts, are_texts, check_one_each
 from configs import check
@@ -168,7 +168,7 @@ class T5:
         of_inputs = self._ids('inputs', inputs)
         of_targets = self._ids('targets', targets)
         check_one_each('targets', of_targets, of_inputs)
-        examples = [Query(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
+        examples = [Example(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
         return np.concatenate(list(score_batch(self, examples)))
 
     def encode(
@@ -182,7 +182,7 @@ class T5:
         encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
-        examples = [Query(ids) for ids in encoded]
+        examples = [Example(ids) for ids in encoded]
         encode = functools.partial(encode_batch, self)
         for i, outputs_MD in enumerate(in_batches(encode, examples, batch_size)):
             mask_bM[i, : len(encoded[i])] = encoded[i] > 0
@@ -240,7 +240,7 @@ class T5:
 
     def _examples(
         self, decoding: Decoding, inputs: Inputs, prompts: Prompts | None, trim: bool
-    ) -> list[Query]:
+    ) -> list[Example]:
         """Return the inputs to answer, with their prompts."""
         self._check_decoder()
         decoding.check()
@@ -260,7 +260,7 @@ class T5:
             prompt = np.trim_zeros(prompt, 'b')
             if not prompt.all() or len(prompt) > decoding.max_length:
                 raise Refused(f'prompts[{i}] must have at most max_length ids, none of them 0')
-            examples.append(Query(ids[i], prompt=prompt, number=i))
+            examples.append(Example(ids[i], prompt=prompt, number=i))
             if decoding.allowed and len(prompt):
                 vocab_size = self.config.vocab_size
                 allowed_bnA = self._words(decoding, self.vocabulary, vocab_size)['allowed_bnA']
@@ -345,7 +345,7 @@ class T5:
 
 
 def answer_batch(
-    t5: T5, decoding: Decoding, examples: Sequence[Query], num_rows: int = 0
+    t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
 ) -> Iterator[Answer]:
     """Yield the answers to examples."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
@@ -389,7 +389,7 @@ def answer_batch(
         yield Answer(tokens, texts, scores)
 
 
-def score_batch(t5: T5, examples: Sequence[Query], num_rows: int = 0) -> Iterator[NDArray]:
+def score_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
     """Yield the log-likelihoods of the targets of each example, whose inputs are encoded once.
 
     They are those of `T5.score`: nats, float32 [targets].
@@ -412,7 +412,7 @@ def score_batch(t5: T5, examples: Sequence[Query], num_rows: int = 0) -> Iterato
         yield scores_bc[i, :count]
 
 
-def encode_batch(t5: T5, examples: Sequence[Query], num_rows: int = 0) -> Iterator[NDArray]:
+def encode_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
     """Yield the encoder's outputs of the inputs of each example: float32 [tokens, emb_dim]."""
     inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
     encoded_bMD = t5._compute(programs.encodings, {'encoder_input_tokens': inputs_bM})

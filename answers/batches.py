@@ -14,7 +14,7 @@ Ids = Sequence[int] | NDArray
 Result = TypeVar('Result')
 
 
-class Query(NamedTuple):
+class Example(NamedTuple):
     """Ids to answer or to score, EOS included."""
 
     inputs: Ids
@@ -32,8 +32,8 @@ class Answer(NamedTuple):
 
 
 def in_batches(
-    compute: Callable[[Sequence[Query], int], Iterable[Result]],
-    examples: Iterable[Query],
+    compute: Callable[[Sequence[Example], int], Iterable[Result]],
+    examples: Iterable[Example],
     batch_size: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Result]:

@@ -120,7 +120,7 @@ class EvaluatedTask(NamedTuple):
             if not all(map(takes_scores, self.task.metric_fns)):
                 found = infer.in_batches(
                     functools.partial(infer.answer_batch, t5, self.decoding),
-                    [infer.Query(x.inputs, number=i) for i, x in enumerate(self.examples)],
+                    [infer.Example(x.inputs, number=i) for i, x in enumerate(self.examples)],
                     batch_size,
                     progress,
                 )
@@ -269,7 +269,7 @@ def score(
         for start in range(0, len(same_inputs), batch_size):
             part = same_inputs[start : start + batch_size]
             targets = [example.targets for example in part if example.targets is not None]
-            choices.append(infer.Query(part[0].inputs, targets))
+            choices.append(infer.Example(part[0].inputs, targets))
     most_choices = max(len(example.targets) for example in choices)
 
     score_batch = functools.partial(infer.score_batch, t5)

@@ -169,7 +169,7 @@ def test_an_answer_continues_after_padding(t5, monkeypatch):
     rows = np.array([[[5, 0, 6, 1, 0, 0]], [[7, 8, 0, 0, 0, 0]]], np.int32)
     decoding = infer.Decoding(max_length=6)
     monkeypatch.setattr(t5, '_compute', lambda *arguments: (rows, None))
-    answers = infer.answer_batch(t5, decoding, [infer.Query([5]), infer.Query([5])])
+    answers = infer.answer_batch(t5, decoding, [infer.Example([5]), infer.Example([5])])
     assert [answer.tokens for answer in answers] == [[[5, 0, 6, 1]], [[7, 8]]]
 
 
@@ -181,7 +181,7 @@ def test_prompts_scores_and_lengths(untrained):
     assert t5.generate(inputs, max_length=7) == [answer[:7] for answer in answers]
     assert t5.generate(inputs[1:], max_length=12) == answers[1:]  # the neighbour changes nothing
     decoding = infer.Decoding(max_length=7)
-    [without_scores] = infer.answer_batch(t5, decoding, [infer.Query(inputs[0])])
+    [without_scores] = infer.answer_batch(t5, decoding, [infer.Example(inputs[0])])
     assert without_scores.tokens == [answers[0][:7]]
     assert without_scores.scores == []
     prompts = [answers[0][:3], [*answers[1][:4], 77]]
@@ -570,7 +570,7 @@ def random_examples(num_examples, max_length, seed=0):
     examples = []
     for i in range(num_examples):
         inputs, targets = (rng.integers(3, 256, rng.integers(1, max_length)) for _ in range(2))
-        examples.append(infer.Query([*inputs, 1], [*targets, 1], number=i))
+        examples.append(infer.Example([*inputs, 1], [*targets, 1], number=i))
     return examples
 
 

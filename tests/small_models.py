@@ -360,7 +360,7 @@ def check_answers(t5, is_long=True):
     batch = random_batch(seed=0)
     inputs = [[int(i) for i in row if i > 0] for row in batch['encoder_input_tokens']]
     decoding = infer.Decoding(max_length=16, return_scores=True)
-    answers = list(infer.answer_batch(t5, decoding, [infer.Query(ids) for ids in inputs]))
+    answers = list(infer.answer_batch(t5, decoding, [infer.Example(ids) for ids in inputs]))
     answers_bT = np.zeros((len(inputs), 16), np.int32)
     for i, answer in enumerate(answers):
         answers_bT[i, : len(answer.tokens[0])] = answer.tokens[0]

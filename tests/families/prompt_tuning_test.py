@@ -144,7 +144,7 @@ def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
     beams = t5.generate(inputs, max_length=8, beam_size=3, num_return=2)
     assert on_mesh.generate(inputs, max_length=8, beam_size=3, num_return=2) == beams
     scores = t5.score([inputs[0]] * 2, beams[0])
-    [of_choices] = infer.score_batch(t5, [infer.Query(inputs[0], beams[0])])
+    [of_choices] = infer.score_batch(t5, [infer.Example(inputs[0], beams[0])])
     assert_close(of_choices, scores, 1e-5)
     # An encoder alone, and a conversion.
     assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)
