@@ -69,7 +69,7 @@ def take_steps(run: 'Run') -> None:
     """For each batch, step; then call each hook that is due."""
     if run.end is None:
         with run.console.working('Making the first batch'):
-            num_workers = run.stream.config.num_workers
+            num_workers = run.stream.data_group.num_workers
             batches = Batches(run.stream, num_workers, may_end=run.train.epochs > 0)
         if batches.have_ended:
             run.end = End.EPOCHS
@@ -202,7 +202,7 @@ def log(run: Run) -> None:
     """Write the metrics of the steps since the last logged one; only show them if they are not due."""
     step = run.step
     values = training_metrics(
-        run.interval.metrics, run.clock, run.spec.batch_size, run.stream.config
+        run.interval.metrics, run.clock, run.spec.batch_size, run.stream.data_group
     )
     text = progress_line(step, run.train, values)
     if not run.is_due(run.log_every_steps):

@@ -129,12 +129,11 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         introduce(
             terminal, training, spec.model_config, spec.trained, spec.mesh, text.answered, begin
         )
-        with terminal.working('Reading the examples of task metrics'):
-            answered = task_metrics.read_tasks(
-                config, config.infer_eval.split, vocabulary, text.answered, terminal.line
-            )
+        answered = task_metrics.read_tasks(
+            terminal, text.answered, vocabulary, config.data, config.infer_eval, config.decode
+        )
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, held_out, answered)
+            task_metrics.check_best_metric(config.save.best_metric, held_out, answered)
         planned, state = compile_and_restore(config, spec, begin, folder, end, terminal)
         progress = workdir.read_progress(begin.directory, training)
         resolved['train']['num_microbatches'] = planned.num_microbatches
@@ -142,7 +141,8 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         metrics = workdir.Metrics(folder, lines, text.training.corpus, config.save)
         kept = workdir.Workdir(folder, held, metrics, saver, files)
         losses = validation.open_evaluations(
-            config,
+            config.eval,
+            spec.loss_config,
             spec.model_config,
             spec.mesh,
             training,
@@ -184,8 +184,8 @@ def open_text(config: ConfigDict) -> Text:
     held_out = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
     answered = []
     if config.infer_eval.every_steps:
-        answered = task_metrics.open_tasks(config, config.infer_eval.split)
-    checks.check_mixture(config, mixture)
+        answered = task_metrics.open_tasks(config.data, config.infer_eval, config.decode)
+    checks.check_mixture(mixture, held_out, config.train.epochs)
     return Text(mixture, held_out, answered)
 
 

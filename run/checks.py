@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 import checkpoint
 import model
@@ -114,15 +113,19 @@ def is_own_config(file: paths.AnyPath) -> bool:
     return isinstance(settings, dict) and {'data_fingerprint', 'model', 'train'} <= settings.keys()
 
 
-def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
-    """Raise Refused unless a run can train on the mixture."""
-    if config.train.epochs and not mixture.is_single:
+def check_mixture(training: OpenMixture, held_out: OpenMixture, epochs: int) -> None:
+    """Raise Refused unless a run can train on a mixture, and validate."""
+    if epochs and not training.is_single:
         raise Refused(
-            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture: set train.steps instead'
+            f'train.epochs={epochs}: data.task={training.name!r} is a mixture: set train.steps instead'
         )
-    for task in mixture.tasks:
+    for task in training.tasks:
         if task.task.train_split == NO_SPLIT:
             raise Refused(f'data.task={task.name!r} has no split for training: name another task')
+    for task in held_out.tasks:
+        if task.task.validation_split != NO_SPLIT or task.source.may_hold('validation'):
+            return
+    raise Refused(f'data.validation_split: task {task.name!r} has none: name one')
 
 
 def check_shared(workdir: paths.AnyPath) -> None:

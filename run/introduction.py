@@ -29,7 +29,7 @@ def introduce(
 
     `trained`: the parameters that are not frozen; `answered`: the tasks of which the run computes metrics.
     """
-    config = training.config
+    data_group = training.data_group
     mixture = training.mixture
     lines = []
     if mixture.corpus == 'pydoc instead of C4':
@@ -60,11 +60,11 @@ def introduce(
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
     lines += tasks.open.other_versions(mixture)
-    cached = [find_cache(config, task.name) for task in mixture.tasks]
-    if config.cache_dirs and not any(cached):
+    cached = [find_cache(data_group, task.name) for task in mixture.tasks]
+    if data_group.cache_dirs and not any(cached):
         lines.append(
-            f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
-            f'of data.task={config.task!r}.'
+            f'data.cache_dirs={data_group.cache_dirs!r} has no effect: it holds no complete cache '
+            f'of data.task={data_group.task!r}.'
         )
     with_metrics = [task.name for task in mixture.tasks if task.task.metric_fns]
     if with_metrics and not answered:
