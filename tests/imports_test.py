@@ -49,7 +49,7 @@ CORE = {
     'loss': 140,
     'optimizer': 226,
     'partition': 300,
-    'prepare': 331,
+    'prepare': 332,
     'data': 455,
     'stream': 458,
     'vocabulary': 205,
