@@ -54,7 +54,7 @@ CORE = {
     'stream': 458,
     'vocabulary': 205,
     'validation': 264,
-    'checkpoint': 535,
+    'checkpoint': 536,
     'decode': 410,
     'infer': 420,
     'messages': 50,
