@@ -87,8 +87,9 @@ class CheckpointEvaluation:
         self.watch = watch
         self.model_config = model_config
         self.dtype = config.restore.dtype
-        self.split = split or config.infer_eval.split
-        check_split(self.split)
+        infer_eval = config.infer_eval.copy_and_resolve_references()
+        infer_eval.split = split or infer_eval.split
+        check_split(infer_eval.split)
         self.console = Console()
         self.run_folder, self.checkpoints = choose(path, step, watch)
         self.folder = output_folder(self.run_folder, output_dir)
@@ -97,17 +98,16 @@ class CheckpointEvaluation:
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
         self.loaded_path: AnyPath | None = None  # the checkpoint that it was loaded from
-        opened = task_metrics.open_tasks(config, self.split)
+        opened = task_metrics.open_tasks(config.data, infer_eval, config.decode)
         first = self.run_folder  # has none yet
         if self.checkpoints:
             first, _ = self.checkpoints[0]
         if self.folder in (first, first.parent):
-            check_files_of_run(first, config, opened, self.split)
+            check_files_of_run(first, config, opened, infer_eval.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
-        with self.console.working('Reading the tasks'):
-            self.tasks = task_metrics.read_tasks(
-                config, self.split, self.vocabulary, opened, self.console.line
-            )
+        self.tasks = task_metrics.read_tasks(
+            self.console, opened, self.vocabulary, config.data, infer_eval, config.decode
+        )
         agreement.in_all(self.check_others)
         self.events = workdir.Events(self.folder / results.FOLDER)
 

@@ -53,7 +53,7 @@ from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_ch
 from randomness import digest
 from run import checks, results
 from run.agreement import check_alike, from_first_process
-from run.examples import PRETOKENIZED, Example, check_split, read_split
+from run.examples import PRETOKENIZED, RecordExample, check_split, read_split
 from run.lock import lock
 from run.task_metrics import decoding_of
 
@@ -230,7 +230,7 @@ def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterato
             group = []
 
 
-def read(name: str, examples: Iterable[Example], request: Request, first: int = 0) -> Part:
+def read(name: str, examples: Iterable[RecordExample], request: Request, first: int = 0) -> Part:
     """Read all examples: what is wrong with one of them is found before anything is computed.
 
     `first`: the number of the first one.

@@ -123,7 +123,7 @@ def weighted_sums_with_entropy(*arguments, **options):
 def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
     monkeypatch.setattr(validation, 'sum_names', validation.sum_names.__wrapped__)
-    assert 'entropy' in task_metrics.validation_tags(base.get_config())
+    assert 'entropy' in task_metrics.validation_tags(base.get_config().data)
 
 
 @pytest.mark.slow
@@ -164,8 +164,11 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path):
         stream = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
+        absent = dict.fromkeys(
+            ('mesh', 'is_text', 'compute_sums', 'training_counts', 'metrics_of', 'report')
+        )
         evaluation = validation.Evaluation(
-            config, None, 'dev', '', stream, 0, (), None, None, gather, print
+            'dev', '', every_steps=1, max_batches=20, held_out=stream, gather=gather, **absent
         )
         assert evaluation.read_batches(stop=lambda count: 0)
         assert len(evaluation.batches) >= 3
