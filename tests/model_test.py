@@ -503,7 +503,7 @@ BAD_OUTPUTS = {
     ),
     'an aux that differs': (
         lambda self, x, y, aux: (y, {'size': x[:, 0, 0] + lax.axis_index('model')}),
-        "encoder/layers_0: its aux 'size', [b], differs between the devices of 'model'",
+        "layers: its aux 'size' differs between the devices of 'model'",
     ),
 }
 
