@@ -30,8 +30,8 @@ Records = Sequence[Mapping[str, NDArray]]  # {feature: ids without EOS, 'weight'
 class Example(NamedTuple):
     """The ids of one example, int32 without padding.
 
-    Both features end with EOS, except the rows of `FullLm`, T0's inputs, and T0's targets if they are cut.
-    Inputs are never empty: without a token they are EOS alone, so the decoder has something to read.
+    Both features have T5's ends, EOS, or those of the family, except the rows of `FullLm`, T0's inputs, and T0's targets
+    if they are cut. Inputs are never empty: without a token they are an end alone, so the decoder has something to read.
     """
 
     inputs: NDArray
@@ -64,7 +64,7 @@ class TextToText:
 
     def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
         self.lengths = data_group.lengths
-        self.eos = np.array([vocabulary.eos_id], np.int32)
+        self.bos, self.end, self.eos = ends_of(vocabulary)
 
     def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         max_inputs = self.lengths.inputs
@@ -73,20 +73,27 @@ class TextToText:
         for name, record in zip(names, records, strict=True):
             inputs, targets = self.with_ends(record)
             is_trimmed = len(inputs) > max_inputs or len(targets) > max_targets
-            inputs = self.cut(inputs, max_inputs)
-            targets = self.cut(targets, max_targets)
+            inputs = self.cut(inputs, max_inputs, self.end)
+            targets = self.cut(targets, max_targets, self.eos)
             weight = float(record.get('weight', 1.0))
             examples.append(Example(inputs, targets, [name], is_trimmed, weight))
         return examples
 
     def with_ends(self, record: Mapping[str, NDArray]) -> Pair:
-        """Return inputs, never empty, and targets, with EOS, before they are cut."""
-        inputs = np.concatenate([record['inputs'], self.eos])
+        """Return inputs, never empty, and targets, with their ends, before they are cut."""
+        inputs = np.concatenate([self.bos, record['inputs'], self.end])
         return inputs, np.concatenate([record['targets'], self.eos])
 
-    def cut(self, ids: NDArray, length: int) -> NDArray:
-        """Return at most `length` ids, with EOS at the end."""
-        return ids if len(ids) <= length else np.concatenate([ids[: length - 1], self.eos])
+    def cut(self, ids: NDArray, length: int, end: NDArray) -> NDArray:
+        """Return at most `length` ids, with `end` at the end."""
+        return ids if len(ids) <= length else np.concatenate([ids[: length - len(end)], end])
+
+
+def ends_of(vocabulary: Vocabulary) -> list[NDArray]:
+    """Return the ids before inputs, after inputs, and after targets, each int32."""
+    begin, end = vocabulary.ends.inputs
+    assert begin or end, 'inputs need an id before or after them: a text may be empty'
+    return [np.array(ids, np.int32) for ids in (begin, end, vocabulary.ends.targets[1])]
 
 
 # Denoising: span corruption, and the base class of other objectives that corrupt text.
@@ -107,15 +114,17 @@ class Denoising:
     def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
         self.lengths = data_group.lengths
         self.vocabulary_size = vocabulary.size
-        self.eos = np.array([vocabulary.eos_id], np.int32)
+        self.bos, self.end, self.eos = ends_of(vocabulary)
         self.sentinel_ids = vocabulary.sentinel_ids
         self.noise_density = data_group.noise_density
-        self.raw_length = self.lengths.inputs - 1  # ids that fill a row
+        length = self.lengths.inputs
+        self.num_inputs = length + 1 - len(self.bos) - len(self.end)  # ids and one end, as in T5
+        self.raw_length = self.num_inputs - 1  # ids that fill a row
         if data_group.concatenate != 'auto':
             self.concatenates = data_group.concatenate == 'yes'
-        length = self.lengths.inputs
-        if length < self.min_inputs_length:
-            raise Refused(f'data.lengths.inputs={length}: use {self.min_inputs_length} or more')
+        if self.num_inputs < self.min_inputs_length:
+            least = self.min_inputs_length + length - self.num_inputs
+            raise Refused(f'data.lengths.inputs={length}: use {least} or more')
         self.set_lengths(data_group, vocabulary)
 
     def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
@@ -140,7 +149,7 @@ class Denoising:
             equal_rows = rows[row_lengths == length]
             raw_ids = sliding_window_view(documents.ids, length)[equal_rows[:, 0]]
             inputs, targets = corrupt(raw_ids, *key)
-            all_inputs = append_eos_after_trim(inputs, self.lengths.inputs, self.eos)
+            all_inputs = append_eos_after_trim(inputs, self.lengths.inputs, self.end, self.bos)
             all_targets = append_eos_after_trim(targets, self.lengths.targets, self.eos)
             names = documents.names_of(equal_rows)
             is_trimmed = np.count_nonzero(targets != DROPPED, axis=1) >= self.lengths.targets
@@ -163,7 +172,7 @@ class Denoising:
         if vocabulary.num_sentinels < num_spans:
             raise Refused(
                 f'data.extra_ids={vocabulary.num_extra_ids}, data.lengths.inputs={self.lengths.inputs}: {num_spans} '
-                'sentinels are needed: use more, or shorter inputs'
+                'sentinels are needed: use more, data.sentinels, or shorter inputs'
             )
 
 
@@ -176,7 +185,7 @@ class SpanCorruption(Denoising):
     def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.mean_span_length = data_group.mean_noise_span_length
         self.raw_length, targets_length = random_spans_helper(
-            self.lengths.inputs, self.noise_density, self.mean_span_length
+            self.num_inputs, self.noise_density, self.mean_span_length
         )
         _, self.num_sentinels = num_noise_tokens_and_spans(
             self.raw_length, self.noise_density, self.mean_span_length
@@ -251,14 +260,19 @@ def split_tokens(ends: Sequence[int], lengths: Iterable[int]) -> NDArray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def append_eos_after_trim(tokens: NDArray, length: int, eos: NDArray) -> list[NDArray]:
-    """Return the ids of each row of [rows, n] that are not DROPPED, and EOS: at most `length` ids."""
-    with_eos = np.full((tokens.shape[0], tokens.shape[1] + 1), eos, np.int32)
-    with_eos[:, :-1] = tokens
+def append_eos_after_trim(
+    tokens: NDArray, length: int, eos: NDArray, bos: Sequence[int] | NDArray = ()
+) -> list[NDArray]:
+    """Return `bos`, the ids of each row of [rows, n] that are not DROPPED, and `eos`: at most `length` ids."""
+    end = len(bos) + tokens.shape[1]
+    with_eos = np.empty((tokens.shape[0], end + len(eos)), np.int32)
+    with_eos[:, : len(bos)] = bos
+    with_eos[:, len(bos) : end] = tokens
+    with_eos[:, end:] = eos
     is_kept = with_eos != DROPPED
     sizes = np.count_nonzero(is_kept, axis=1)
     if sizes.max(initial=0) > length:
-        is_kept[:, :-1] &= np.cumsum(is_kept[:, :-1], axis=1) < length
+        is_kept[:, :end] &= np.cumsum(is_kept[:, :end], axis=1) <= length - len(eos)
         sizes = np.count_nonzero(is_kept, axis=1)
     kept = with_eos[is_kept]
     ends = np.cumsum(sizes).tolist()

@@ -6,7 +6,7 @@ suffixes are those of model.py and
 
     n  decodes of one example: samples or beams
     r  rows, b * n of them; the rows of one example are adjacent
-    c  candidates of a step of beam search, 2 * n of them
+    c  candidates of a step of beam search, 2 * n of them if one token ends a sequence
     g  groups of rows that share a cache of targets: a row, or the n beams of an example
     S  slots of a cache, position * n + beam, or the positions of the inputs
 
@@ -84,14 +84,14 @@ def sample(
     prompt_rT: jax.Array,
     lengths_r: jax.Array,
     choose: Choose = most_likely,
-    eos_id: int = EOS_ID,
+    end_ids: Sequence[int] = (EOS_ID,),
     grow: Grow[C] = lambda cache, room: cache,
     filters: Sequence[Filter] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r]. This is T5X's temperature_sample.
 
-    A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It ends with EOS or
-    with `lengths` tokens; 0 follows. Its score is the sum of the model's log-probabilities of the tokens after the
+    A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It ends with one of
+    `end_ids` or with `lengths` tokens; 0 follows. Its score is the sum of the model's log-probabilities of the tokens after the
     prompt. Differs from T5X: a score ignores temperature, top_k, top_p (rescale_log_probs) and filters.
     """
 
@@ -104,7 +104,7 @@ def sample(
         is_free_r = forced_r == 0
         tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
         tokens_r = jnp.where(state.running_r, tokens_r, 0)
-        has_ended_r = (tokens_r == eos_id) & is_free_r
+        has_ended_r = jnp.isin(tokens_r, jnp.array(end_ids)) & is_free_r
         return SampleState(
             position=state.position + 1,
             running_r=state.running_r & ~has_ended_r & (state.position + 1 < lengths_r),
@@ -147,7 +147,7 @@ def beam_search(
     lengths_b: jax.Array,
     num_beams: int,
     alpha: float,
-    eos_id: int = EOS_ID,
+    end_ids: Sequence[int] = (EOS_ID,),
     grow: Grow[C] = lambda cache, room: cache,
     filters: Sequence[Filter] = (),
 ) -> tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def beam_search(
     beat its finished sequences. Prompt and lengths are as in `sample`. T5X's beam_search.
     """
     num_examples, length = prompt_bT.shape
-    num_candidates = 2 * num_beams
+    num_candidates = (1 + len(end_ids)) * num_beams  # of which n live on
     longest_penalty_b = brevity_penalty(alpha, lengths_b + 1)  # T5X counts BOS here
 
     def is_running(state: BeamState[C]) -> jax.Array:
@@ -177,7 +177,7 @@ def beam_search(
         # The best continuations of each beam, then those of each example, the best first.
         best_rk, tokens_rk = top_k(logits_rv, num_candidates)
         best_rk = best_rk - normalizer_r1 + state.live_log_probs_bn.reshape(-1, 1)
-        num_best = best_rk.shape[1]  # fewer than 2 * n if the vocabulary is small
+        num_best = best_rk.shape[1]  # fewer than c if the vocabulary is small
         log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
         tokens_bc = pick(tokens_rk.reshape(num_examples, -1), index_bc)
         # A token of the prompt is the only continuation, of one beam.
@@ -189,7 +189,7 @@ def beam_search(
         candidates_bcT = pick(state.live_bnT, parents_bc)
         candidates_bcT = candidates_bcT.at[:, :, state.position].set(tokens_bc)
 
-        is_finished_bc = (tokens_bc == eos_id) & (forced_b1 == 0)
+        is_finished_bc = jnp.isin(tokens_bc, jnp.array(end_ids)) & (forced_b1 == 0)
         live_log_probs_bc = log_probs_bc + jnp.where(is_finished_bc, MASKED, 0.0)
         live_log_probs_bn, live_bn = best_last(live_log_probs_bc, num_beams)
 

@@ -61,6 +61,8 @@ class Family(Generic[Config, Parts]):
     period: Callable[[Config], int] = lambda config: 1
     # config -> regular expression of parameters whose modules read their slice of 'fsdp' alone.
     split_in_use: Callable[[Config], str] = lambda config: ''
+    # (config, T5's vocabulary.Ends) -> the special ids around texts.
+    ends: Callable = lambda config, ends: ends
     may_pack: bool = True  # False: a row is one example
     # Regular expression of parameters trained and saved alone, beside a base checkpoint.
     adapters: str = ''

@@ -35,7 +35,7 @@ from configs import check
 from messages import Refused
 from model import T5Config
 from paths import AnyPath
-from vocabulary import EOS_ID, PAD_ID, Vocabulary
+from vocabulary import EOS_ID, PAD_ID, Ends, Vocabulary
 
 # T5X's features, int32 [batch, length].
 SEQUENCES = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
@@ -114,9 +114,9 @@ class T5:
 
     `config`: sizes. `arrays`: parameters, {T5X's path: array}; others of the same shapes may be assigned, and nothing
     is compiled again. `params`: the same as nested dicts. `vocabulary`: None if the checkpoint brings none. `mesh`: its
-    devices. `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included.
+    devices. `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included. `ends`: special ids.
 
-    Inputs and targets are texts, to which EOS is added, or lists of token ids, taken as they are. All methods refuse
+    Inputs and targets are texts, which get `ends`, or lists of token ids, taken as they are. All methods refuse
     other values, and ids without an embedding.
     """
 
@@ -127,7 +127,10 @@ class T5:
         self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
         self.vocabulary = vocabulary
-        self.eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
+        eos = (getattr(vocabulary, 'eos_id', EOS_ID),)
+        self.ends: Ends = config.family.ends(config, Ends(answers=eos, inputs=((), eos)))
+        if vocabulary is not None:
+            vocabulary.ends = self.ends
         self.max_input_length = MAX_INPUT_LENGTH
         self._process = os.getpid()
         self._arrays = arrays
@@ -223,7 +226,7 @@ class T5:
         texts: list = []
         tokens: list = []
         scores = np.full((len(questions), decoding.num_return), -np.inf, np.float32)
-        ends = (PAD_ID, self.eos_id)
+        ends = (PAD_ID, *self.ends.answers)
         for i, answer in enumerate(answer_batch(self, decoding, questions)):
             texts.append(answer.texts)
             tokens.append([[k for k in ids if k not in ends] for ids in answer.tokens])
@@ -275,7 +278,9 @@ class T5:
             if len(ids) > self.max_input_length and not trim:
                 limit = f'max_input_length={self.max_input_length}'
                 raise Refused(f'inputs[{i}] has {len(ids)} tokens, above {limit}: use trim=True')
-        return [np.append(ids[:-1][: self.max_input_length - 1], self.eos_id) for ids in encoded]
+        end = self.ends.inputs[1]
+        most = self.max_input_length
+        return [np.array([*ids[: min(len(ids), most) - len(end)], *end]) for ids in encoded]
 
     def _ids(self, name: str, examples: Inputs | Prompts, is_prompt: bool = False) -> list[NDArray]:
         return words.ids_of(name, examples, self.vocabulary, self.config.vocab_size, is_prompt)
@@ -307,7 +312,7 @@ class T5:
     def _rows(self, ids: Sequence[Ids], num_rows: int = 0) -> NDArray:
         return padded_rows(ids, num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
 
-    def _compute(self, kind: Callable, batch: Mapping[str, NDArray], *options: Decoding | int):
+    def _compute(self, kind: Callable, batch: Mapping[str, NDArray], *options: Decoding | Ends):
         """Return the output of a program for a batch of padded rows, in every process all of it."""
         rows = NamedSharding(self.mesh, partition.BATCH)
         shapes = {name: x.shape for name, x in batch.items()}  # every process has all rows
@@ -315,7 +320,7 @@ class T5:
         output = self._program(kind, *options)(self._arrays_of(kind), placed)
         return jax.tree.map(np.asarray, output)
 
-    def _compile(self, kind: Callable, *options: Decoding | int) -> jax.stages.Wrapped:
+    def _compile(self, kind: Callable, *options: Decoding | Ends) -> jax.stages.Wrapped:
         """Return (parameters, batch) -> output of `kind`, a function of one device. Logits stay on their devices."""
         arrays = self._arrays_of(kind)
         specs = kernels.specs_of(arrays, self.config.family.specs_in_use(self.config, arrays))
@@ -364,7 +369,7 @@ def answer_batch(
         batch['example_b'] = np.resize(np.array(numbers, np.int32), num_rows)
     for name, array in t5._words(decoding, t5.vocabulary, t5.config.vocab_size).items():
         batch[name] = np.resize(array, (num_rows, *array.shape[1:]))
-    tokens_bnT, scores_bn = t5._compute(programs.answers, batch, decoding.program, t5.eos_id)
+    tokens_bnT, scores_bn = t5._compute(programs.answers, batch, decoding.program, t5.ends)
     for i, question in enumerate(questions):
         num_found = decoding.num_return
         if decoding.beam_size > 1:

@@ -123,6 +123,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             vocabulary = find_or_train_vocabulary(
                 config.data, folder, texts, config.model.vocab_size, begin.vocabulary_model
             )
+        vocabulary.ends = spec.model_config.family.ends(spec.model_config, vocabulary.ends)
         resolved = resolve_settings(config, spec, text.training, vocabulary, begin, needed.shapes)
         with terminal.working('Opening the text'):
             training, held_out = open_streams(config, spec, vocabulary, text)
@@ -285,12 +286,13 @@ def write_files(
     """Write the files of a run; return those that each checkpoint keeps."""
     # config.json comes first: it marks the folder as a run.
     files = {'config.json': json.dumps(resolved, indent=1).encode(), **kept_files(vocabulary)}
+    files |= own_model.files_of(spec.model_config)
     if jax.process_index() == 0:
         shapes = state_names.to_t5x(*spec.state_shapes)
         info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)
         for name, content in {**files, 'model-info.txt': info.encode()}.items():
             paths.replace_file(folder / name, content)
-    return files | own_model.files_of(spec.model_config)
+    return files
 
 
 def wanted(spec: train.StepSpec) -> start.Wanted:

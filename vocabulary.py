@@ -4,10 +4,12 @@ Source: SeqIO seqio/vocabularies.py.
 """
 
 import abc
+import functools
 import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -27,6 +29,18 @@ SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
 GLUED = re.compile(r'(?<=\S)<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
+class Ends(NamedTuple):
+    """The special ids of a model."""
+
+    answers: tuple[int, ...]  # each ends an answer; the first is EOS
+    inputs: tuple[tuple[int, ...], tuple[int, ...]]  # before and after a text
+    start: int = PAD_ID  # what the decoder reads where batches begin with 0
+
+    @property
+    def targets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (), self.answers[:1]
+
+
 class Vocabulary(abc.ABC):
     """`size` ids; some are sentinels, which mark spans of noise."""
 
@@ -39,6 +53,10 @@ class Vocabulary(abc.ABC):
     sentinel_ids: NDArray  # int32: the id of <extra_id_N> at N
     model = b''  # its file as a run keeps it: SentencePiece's, or a tokenizer.json
     num_threads = -1  # for encoding; -1: all cores
+
+    @functools.cached_property
+    def ends(self) -> Ends:  # T5's, unless a family's replace them
+        return Ends(answers=(self.eos_id,), inputs=((), (self.eos_id,)))
 
     @property
     def num_sentinels(self) -> int:
@@ -162,9 +180,10 @@ class SentencePieceVocabulary(Vocabulary):
     def separate(self, sentinel: re.Match) -> str:
         """Return <extra_id_N> with blanks: SentencePiece finds `▁<extra_id_N>` only at the beginning of a word."""
         number = int(sentinel[1])
-        if number >= self.num_sentinels:
+        names = [self.pieces[i] for i in self.sentinel_ids[number : number + 1]]
+        if not any(map(SENTINEL.fullmatch, names)):
             return sentinel[0]
-        return self.pieces[self.sentinel_ids[number]].replace('▁', ' ') + ' '
+        return names[0].replace('▁', ' ') + ' '
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = self.before_eos(ids)

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 
 from answers.options import Decoding
 from decode import Filter
+from vocabulary import Ends
 
 
-def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array], eos_id: int) -> list[Filter]:
+def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array], ends: Ends) -> list[Filter]:
     """Return the filters in transformers' order, then the user's own, and stop texts last."""
     num_given_r = 1 + (rows['prompt_bT'] > 0).sum(axis=1)  # with BOS
+    eos_id = ends.answers[0]
     found: list[Filter] = []
     if decoding.repetition_penalty != 1:
         found.append(partial(penalize_repetition, decoding.repetition_penalty))
@@ -21,13 +23,20 @@ def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array], eos_id: int) -
     if 'bad_words_bnW' in rows:
         found.append(partial(forbid_words, rows['bad_words_bnW']))
     if decoding.min_length:
-        found.append(partial(forbid_early_end, eos_id, decoding.min_length + num_given_r))
+        found.append(partial(forbid_early_end, ends.answers, decoding.min_length + num_given_r))
     if 'allowed_bnA' in rows:
         found.append(partial(allow_only, eos_id, rows['allowed_bnA']))
     found += decoding.filters
     if 'stop_bnW' in rows:
         found.append(partial(end_after, eos_id, rows['stop_bnW'], num_given_r))
+    if ends.start:
+        found = [partial(with_start, ends.start, change) for change in found]
     return found
+
+
+def with_start(start, change, logits_rv, tokens_rT, ids_v):
+    """Apply the filter `change` to tokens that begin with `start`, where `decode.filtered` has 0."""
+    return change(logits_rv, tokens_rT.at[:, 0].set(start), ids_v)
 
 
 def penalize_repetition(penalty, logits_rv, tokens_rT, ids_v):
@@ -47,10 +56,10 @@ def forbid_repeated_ngrams(size, logits_rv, tokens_rT, ids_v):
     return forbid(logits_rv, jnp.where(is_repeated_rT, last_rT, -1), ids_v)
 
 
-def forbid_early_end(eos_id, min_length_r, logits_rv, tokens_rT, ids_v):
-    """Forbid EOS before `min_length` tokens, BOS and prompt included."""
-    is_early_r = (tokens_rT >= 0).sum(axis=1) < min_length_r
-    return forbid(logits_rv, jnp.where(is_early_r, eos_id, -1)[:, None], ids_v)
+def forbid_early_end(end_ids, min_length_r, logits_rv, tokens_rT, ids_v):
+    """Forbid the ends of an answer before `min_length` tokens, BOS and prompt included."""
+    is_early_r1 = ((tokens_rT >= 0).sum(axis=1) < min_length_r)[:, None]
+    return forbid(logits_rv, jnp.where(is_early_r1, jnp.array([end_ids]), -1), ids_v)
 
 
 def forbid_words(words_rnW, logits_rv, tokens_rT, ids_v):

@@ -12,6 +12,7 @@ import model
 from answers.filters import filters_of
 from answers.options import Decoding
 from model import T5Config
+from vocabulary import Ends
 
 Batch = Mapping[str, jax.Array]
 Parameters = Mapping[str, jax.Array]
@@ -41,7 +42,7 @@ def encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 
 
 def answers(
-    config: T5Config, decoding: Decoding, eos_id: int, params: Parameters, batch: Batch
+    config: T5Config, decoding: Decoding, ends: Ends, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return tokens_bnT and scores_bn, the best last; None for the scores of samples without `return_scores`.
 
@@ -57,7 +58,7 @@ def answers(
     inputs_bM = batch['inputs_bM']
     cache = model.apply(model.start_decoding, params, config, inputs_bM, num_decodes, has_beams)
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
-    filters = filters_of(decoding, rows, eos_id)
+    filters = filters_of(decoding, rows, ends)
     if has_beams:
         return decode.beam_search(
             step,
@@ -67,7 +68,7 @@ def answers(
             batch['lengths_b'],
             num_beams=num_decodes,
             alpha=decoding.alpha,
-            eos_id=eos_id,
+            end_ids=ends.answers,
             grow=decode.grow_cache,
             filters=filters,
         )
@@ -85,7 +86,7 @@ def answers(
         prompt_rT,
         rows['lengths_b'],
         choose,
-        eos_id=eos_id,
+        end_ids=ends.answers,
         grow=decode.grow_cache,
         filters=filters,
     )

@@ -24,15 +24,17 @@ def ids_of(
     vocab_size: int,
     is_prompt: bool = False,
 ) -> list[NDArray]:
-    """Return the ids of each example; a text gets EOS. A prompt gets none and may be empty or None."""
+    """Return the ids of each example; a text gets its ends. A prompt gets none and may be empty or None."""
     if is_prompt and isinstance(examples, list | tuple):
         nothing = '' if any(isinstance(example, str) for example in examples) else ()
         examples = [nothing if example is None else example for example in examples]
     if are_texts(examples):
         texts = list(map(str, examples))
         ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
-        end = [] if is_prompt else [getattr(vocabulary, 'eos_id', EOS_ID)]
-        examples = [[*ids, *end] for ids in encode(vocabulary, texts)]
+        examples = encode(vocabulary, texts)
+        if vocabulary is not None and not is_prompt:
+            begin, end = getattr(vocabulary.ends, name)
+            examples = [[*begin, *ids, *end] for ids in examples]
     if isinstance(examples, str) or not len(examples):
         raise Refused(f'{name}={shortened(examples)}: must be a list of texts or of ids')
     encoded = []
@@ -147,7 +149,8 @@ def before_stop(
     vocabulary: Vocabulary, tokens: list[int], prompt: Sequence[int] | NDArray, stop: Sequence[str]
 ) -> tuple[str, list[int]]:
     """Return the text of an answer up to the first stop text after its prompt, and its tokens."""
-    text = vocabulary.decode(tokens)
+    is_ended = bool(tokens) and tokens[-1] in vocabulary.ends.answers
+    text = vocabulary.decode(tokens[: len(tokens) - is_ended])
     start = len(vocabulary.decode(prompt))
     ends = [text.index(end, start) for end in stop if end in text[start:]]
     if ends:

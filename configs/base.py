@@ -192,6 +192,9 @@ def settings() -> ConfigDict:
     # Sentinels: the ids that replace noise spans. A SentencePiece model with pieces <extra_id_N> has its
     # own, whatever this number.
     config.data.extra_ids = Setting(100, Range(0, 100_000))
+    # Pieces of the vocabulary that are the sentinels instead, from 0 on, as '<unused{}>'. '' takes
+    # <extra_id_N>.
+    config.data.sentinels = ''
     # Tokens that the vocabulary gets after all of its ids and that are never split, such as ('<sep>',
     # '<cls>'); the name of a .txt file stands for its lines. A model.vocab_size above the rows of
     # restore.path starts the new rows at the mean of the others.

@@ -68,7 +68,7 @@ def open_model(
     is_assumed = False
     shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
     if config is None:
-        config = opened.config or _config_beside(directory)
+        config = opened.config or config_beside(directory)
         if config is None:
             config = config_from_shapes(directory, shapes)
             is_assumed = len(config.mlp_activations) > 1 or config.module == hugging_face.SWITCH
@@ -250,7 +250,7 @@ def is_encoder(leaves: Mapping[str, Leaf]) -> bool:
     return 'encoder' in stacks and 'decoder' not in stacks
 
 
-def _config_beside(directory: paths.AnyPath) -> T5Config | None:
+def config_beside(directory: paths.AnyPath) -> T5Config | None:
     """Return the config of a checkpoint of ours; None for others."""
     settings = read_stored(directory).get('model')
     if not settings:
@@ -365,7 +365,7 @@ def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpo
 
 def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
     """Return the model of adapters and their base: parameters and the step."""
-    config = _config_beside(adapters.directory)
+    config = config_beside(adapters.directory)
     assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
     merged = lora.merge(config, parameters, peft.MergedKernel)

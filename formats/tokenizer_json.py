@@ -26,6 +26,7 @@ T5_PRE_TOKENIZER = {
 }
 # The one with the lowest id is EOS, unless tokenizer_config.json names another.
 EOS_NAMES = ('</s>', '<eos>')
+BOS = '<bos>'  # Gemma's
 NOT_IN_A_TEXT = '\U0010ffff'  # no character
 # Each token of transformers has these; False unless stored.
 TOKEN_FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
@@ -49,6 +50,7 @@ class TokenizerVocabulary(Vocabulary):
         if 'eos_token' in content:
             names = (content['eos_token'],)
         self.eos_id = min((ids[name] for name in names if name in ids), default=-1)
+        self._not_text = (PAD_ID, ids.get(BOS, PAD_ID))
         # As for SentencePiece, the names of padding, EOS and unknown in a text are plain characters: they are neither
         # tokens that are cut out nor pieces that Unigram finds.
         special = {PAD_ID, self.eos_id, self.unk_id}
@@ -89,7 +91,8 @@ class TokenizerVocabulary(Vocabulary):
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        tokens = [self._texts[min(i, self.size)] for i in self.before_eos(ids) if i != PAD_ID]
+        ids = [min(i, self.size) for i in self.before_eos(ids) if i not in self._not_text]
+        tokens = [self._texts[i] for i in ids]
         return self._tokenizer.decoder.decode(tokens)
 
     def with_tokens(self, tokens: Iterable[tuple[str, int | None]]) -> 'TokenizerVocabulary':

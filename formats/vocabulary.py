@@ -7,13 +7,14 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from absl import logging
 from sentencepiece import sentencepiece_model_pb2
 
 import paths
 from configs import check as settings
 from formats import tokenizer_json
-from formats.tokenizer_json import T5_TOKENIZER, TokenizerVocabulary
+from formats.tokenizer_json import BOS, T5_TOKENIZER, TokenizerVocabulary
 from messages import Refused, first_ten, named
 from paths import AnyPath
 from vocabulary import (
@@ -38,6 +39,7 @@ VOCABULARY_NAMES = (
     'tokenizer.model',  # Llama's and Pile-T5's
     'tokenizer.json',
 )
+GEMMA_TOKENIZER = 'GemmaTokenizer'
 ADAPTER_CONFIG = 'adapter_config.json'  # names the base of peft's adapters
 TOKEN_FILES = [
     'added_tokens.json',
@@ -148,6 +150,10 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> Vocabulary:
         else:
             found = of_model(file.read_bytes(), extra_ids)
             missing, _ = listed_tokens(file.parent, found)
+            tokenizer = file.parent / 'tokenizer_config.json'
+            is_own = paths.is_file(tokenizer) and is_gemma(paths.read_json(tokenizer))
+            if is_own and BOS in found.pieces:  # text to SentencePiece, a token to transformers
+                found = with_added_tokens(found, [(BOS, found.pieces.index(BOS))], extra_ids)
             ids = [i for _, i in missing]
             if ids and ids == list(range(found.size, found.size + len(ids))):
                 found = with_added_tokens(found, missing, extra_ids)
@@ -167,9 +173,15 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
     if paths.is_file(tokenizer):
         content = paths.read_json(tokenizer)
         defaults['extra_ids'] = content.get('extra_ids', extra_ids)
+        if is_gemma(content):
+            defaults['extra_ids'] = 0
         if content.get('tokenizer_class') == 'ByT5Tokenizer':
             defaults = {'extra_ids': 0, 'vocabulary': 'bytes'}
     return defaults | settings.read_stored(folder).get('data', {})
+
+
+def is_gemma(tokenizer_config: Mapping) -> bool:
+    return str(tokenizer_config.get('tokenizer_class')).removesuffix('Fast') == GEMMA_TOKENIZER
 
 
 def names_of(vocabulary: Vocabulary) -> list[str]:
@@ -307,6 +319,16 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
     return with_added_tokens(vocabulary, list(added.items()), vocabulary.num_extra_ids)
 
 
+def mark_sentinels(vocabulary: Vocabulary, pattern: str) -> None:
+    """Make the pieces of data.sentinels, such as '<unused{}>', the sentinels, from number 0 on. '' changes none."""
+    if pattern:
+        ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
+        found: list[int] = []
+        while (i := ids.pop(pattern.replace('{}', str(len(found))), -1)) >= 0:
+            found.append(i)
+        vocabulary.sentinel_ids = np.array(found, np.int32)
+
+
 def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
     """Return the files of a vocabulary, {name: content}, with which transformers gives its ids."""
     if vocabulary is None or not vocabulary.model:
@@ -334,9 +356,16 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
             model = proto.SerializeToString()
             tokens = {}
             for name, i in vocabulary.added_tokens.items():
-                tokens[str(i)] = {'content': name, **tokenizer_json.TOKEN_FLAGS}
+                if name != BOS:
+                    tokens[str(i)] = {'content': name, **tokenizer_json.TOKEN_FLAGS}
             config['added_tokens_decoder'] = tokens
         files = {'spiece.model': model}
+    if BOS in vocabulary.pieces and vocabulary.num_extra_ids == 0:
+        config |= {'tokenizer_class': GEMMA_TOKENIZER, 'bos_token': BOS}
+        config['add_bos_token'] = bool(vocabulary.ends.inputs[0])
+        config['add_eos_token'] = bool(vocabulary.ends.inputs[1])
+        if 'spiece.model' in files:
+            files = {'tokenizer.model': files['spiece.model']}
     return files | {'tokenizer_config.json': (json.dumps(config, indent=2) + '\n').encode()}
 
 

@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 import paths
 import tasks
 import tasks.open
-from formats.vocabulary import add_tokens, kept_files, named_vocabulary
+from formats.vocabulary import add_tokens, kept_files, mark_sentinels, named_vocabulary
 from messages import Refused
 from modes import command_line, process
 from randomness import permutation
@@ -276,7 +276,9 @@ def write_shards(config: ConfigDict, jobs: Sequence[ShardJob], connection: Conne
 def vocabulary_of(config: ConfigDict) -> Vocabulary:
     """Return the vocabulary that `config`, config.data, names."""
     named = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
-    return add_tokens(named, config.added_tokens)
+    vocabulary = add_tokens(named, config.added_tokens)
+    mark_sentinels(vocabulary, config.sentinels)
+    return vocabulary
 
 
 def reports(config: ConfigDict, jobs: Sequence[ShardJob]) -> Iterator[tuple[int, int, list[str]]]:

@@ -104,7 +104,11 @@ class CheckpointEvaluation:
             first, _ = self.checkpoints[0]
         if self.folder in (first, first.parent):
             check_files_of_run(first, config, opened, infer_eval.split)
-        self.vocabulary = vocabulary_of_checkpoint(first, config.data)
+        if model_config is None:
+            model_config = formats.open.config_beside(first)
+        if model_config is None:
+            model_config = formats.open.open_model(first, part='').config
+        self.vocabulary = vocabulary_of_checkpoint(first, config.data, model_config)
         self.tasks = task_metrics.read_tasks(
             self.console, opened, self.vocabulary, config.data, infer_eval, config.decode
         )

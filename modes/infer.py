@@ -129,7 +129,9 @@ class Job:
         self.opened = formats.open.open_model(
             directory, self.named_model, part=MODEL_PART[request.encode]
         )
-        self.vocabulary = vocabulary_of_checkpoint(self.opened.directory, self.config.data)
+        self.vocabulary = vocabulary_of_checkpoint(
+            self.opened.directory, self.config.data, self.opened.config
+        )
         vocab_size = self.opened.config.vocab_size
         check_rows(self.vocabulary, self.opened.directory, vocab_size)
         mesh = partition.make_mesh(**self.config.mesh)
@@ -271,11 +273,11 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
 
 
 def encode_text(job: Job, text: str, title: str) -> np.ndarray:
-    """Return the ids of a text that is typed, EOS included."""
+    """Return the ids of a text that is typed, with its ends."""
     [ids] = job.vocabulary.encode([text], glued_sentinels=True)
     length = job.config.data.lengths.inputs
     title = f'the words of {title}'
-    return infer_input.ended(title, ids, job.vocabulary.eos_id, 'inputs', length, job.request.trim)
+    return infer_input.ended(title, ids, job.vocabulary.ends, 'inputs', length, job.request.trim)
 
 
 # Answers.

@@ -26,7 +26,7 @@ from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
 from tasks.names import look_up
-from vocabulary import Vocabulary
+from vocabulary import Ends, Vocabulary
 
 STANDARD_INPUT = '-'
 BYTES_AT_ONCE = 1 << 20  # read from standard input, if they are there
@@ -186,7 +186,7 @@ class FileExamples:
                 title = f'the {name} in {self.unit} {number} of {self.title}'
                 whole = next(every_ids)
                 length = self.config.lengths[name]
-                ids[name] = ended(title, whole, self.vocabulary.eos_id, name, length, self.trim)
+                ids[name] = ended(title, whole, self.vocabulary.ends, name, length, self.trim)
             yield RecordExample(fields[i] | texts[i], ids['inputs'], ids.get('targets'))
 
     def fields_of(self, row: str | dict) -> dict:
@@ -220,11 +220,13 @@ class FileExamples:
 
 
 def ended(
-    title: str, ids: Sequence[int] | np.ndarray, eos_id: int, name: str, length: int, trim: bool
+    title: str, ids: Sequence[int] | np.ndarray, ends: Ends, name: str, length: int, trim: bool
 ) -> np.ndarray:
-    """Return ids with EOS at their end, int32. Those that are too long are cut if the user says so."""
-    if len(ids) >= length and not trim:
+    """Return ids with their ends, int32. Those that are too long are cut if the user says so."""
+    begin, end = getattr(ends, name)
+    with_ends = [*begin, *ids, *end]
+    if len(with_ends) > length and not trim:
         raise Refused(
-            f'{title} have {len(ids) + 1} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
+            f'{title} have {len(with_ends)} tokens, EOS included, more than data.lengths.{name}={length}: use --trim'
         )
-    return np.array([*ids[: length - 1], eos_id], np.int32)
+    return np.array([*with_ends[: min(len(with_ends), length) - len(end)], *end], np.int32)

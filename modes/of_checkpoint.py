@@ -10,7 +10,14 @@ import formats.open
 import paths
 from configs import base, check
 from formats import own_model
-from formats.vocabulary import changed_id, check_tokens, named_vocabulary, names_of, own_vocabulary
+from formats.vocabulary import (
+    changed_id,
+    check_tokens,
+    mark_sentinels,
+    named_vocabulary,
+    names_of,
+    own_vocabulary,
+)
 from messages import Refused
 from model import T5Config
 from vocabulary import Vocabulary
@@ -119,8 +126,10 @@ def settings_and_model(
     return config, model_config
 
 
-def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vocabulary:
-    """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run.
+def vocabulary_of_checkpoint(
+    directory: paths.AnyPath, config: ConfigDict, model_config: T5Config
+) -> Vocabulary:
+    """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run, with the model's ends.
 
     `config`: config.data. Raises Refused for none, and for one that is not the checkpoint's.
     """
@@ -136,6 +145,8 @@ def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vo
             f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'
         )
     check_tokens(directory, found)
+    mark_sentinels(found, config.sentinels)
+    found.ends = model_config.family.ends(model_config, found.ends)
     return found
 
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 import tasks.names
 import tasks.open
-from formats.vocabulary import named_vocabulary
+from formats.vocabulary import mark_sentinels, named_vocabulary
 from messages import Refused
 from modes import process
 from run.examples import SPLITS, check_split
@@ -198,6 +198,7 @@ def describe_task(
         vocabulary = None
         if vocabulary_name:
             vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
+            mark_sentinels(vocabulary, config.sentinels)
         records = records_of(opened.source, task, split)
         lines = examples_of(opened, records, config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Iterator
 import sentencepiece
 from ml_collections import ConfigDict
 
-from formats.vocabulary import add_tokens, kept_file, named_vocabulary, of_model, read_model
+from formats.vocabulary import (
+    add_tokens,
+    kept_file,
+    mark_sentinels,
+    named_vocabulary,
+    of_model,
+    read_model,
+)
 from messages import Refused
 from paths import AnyPath
 from sources import Share
@@ -52,6 +59,7 @@ def find_or_train_vocabulary(
             f'{kept} is another vocabulary than data.vocabulary={data_group.vocabulary!r}, or that of the checkpoint, with '
             f'data.added_tokens={tuple(data_group.added_tokens)}: remove it, or change these'
         )
+    mark_sentinels(vocabulary, data_group.sentinels)
     if vocabulary.size > max_size:
         enough = -(-vocabulary.size // 128) * 128
         raise Refused(

@@ -261,6 +261,7 @@ class FullLm(Denoising):
 
     def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.raw_length = self.lengths.targets
+        self.empty_inputs = np.concatenate([self.bos, self.end])
 
     def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         documents = join_documents(names, records, *key, eos=self.eos)
@@ -269,7 +270,7 @@ class FullLm(Denoising):
         examples = []
         for row, split, row_names in zip(rows, splits, documents.names_of(rows), strict=True):
             ids = documents.ids[row[0] : row[1]]
-            inputs = ids[:split] if split else self.eos
+            inputs = np.concatenate([self.bos, ids[:split]]) if split else self.empty_inputs
             examples.append(Example(inputs, ids[split:], names=row_names))
         return examples
 
@@ -291,6 +292,7 @@ class PackPrefixLm(FullLm):
             both = f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}'
             raise Refused(f'{both}: two examples fill a row: use {inputs + inputs % 2} for both')
         super().set_lengths(data_group, vocabulary)
+        self.raw_length -= 2 * len(self.bos)  # of both inputs
 
     def splits(self, rows: np.ndarray, *key: int | str) -> np.ndarray:
         lengths = rows[:, 1] - rows[:, 0]
@@ -366,11 +368,12 @@ class Ul2(Denoising):
             if vocabulary.unk_id in mode:
                 raise Refused(f'data.vocabulary has not all characters of {denoiser.mode!r}')
             least = len(mode) + MIN_LENGTH  # a token, a sentinel and EOS
+            least += self.lengths.inputs - self.num_inputs
             if self.lengths.inputs < least:
                 raise Refused(f'data.lengths.inputs={self.lengths.inputs}: use {least} or more')
             self.modes.append(mode)
             raw_length, targets_length, num_spans = denoiser.lengths(
-                self.lengths.inputs - len(mode), vocabulary.num_sentinels
+                self.num_inputs - len(mode), vocabulary.num_sentinels
             )
             self.raw_lengths.append(raw_length)
             self.num_sentinels = max(self.num_sentinels, num_spans)
@@ -404,16 +407,18 @@ class Ul2(Denoising):
 
 
 class PromptedTextToText(TextToText):
-    """Text to text as T0 has it: the inputs have no EOS, and targets that are cut lose theirs.
+    """Text to text as T0 has it: nothing ends the inputs, and targets that are cut lose their EOS.
 
     Source: t-zero, t0/seqio_tasks/tasks.py.
     """
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
-        inputs = record['inputs'] if len(record['inputs']) else self.eos
+        inputs = np.concatenate([self.bos, record['inputs']])
+        if not len(inputs):
+            inputs = self.eos
         return inputs, np.append(record['targets'], self.eos)
 
-    def cut(self, ids: np.ndarray, length: int) -> np.ndarray:
+    def cut(self, ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
         return ids[:length]
 
 
@@ -430,19 +435,19 @@ class TextToTextWithSentinel(PromptedTextToText):
         super().__init__(data_group, vocabulary)
         self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
-            raise Refused('data.extra_ids=0: the inputs of this task end with a sentinel: use 1')
+            raise Refused(
+                'data.extra_ids=0: the inputs of this task end with a sentinel: use 1, or data.sentinels'
+            )
         for name in FEATURES:
             if self.lengths[name] < MIN_LENGTH:
                 raise Refused(f'data.lengths.{name}={self.lengths[name]}: use {MIN_LENGTH} or more')
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
-        inputs = np.concatenate([record['inputs'], self.sentinel, self.eos])
+        inputs = np.concatenate([self.bos, record['inputs'], self.sentinel, self.end])
         return inputs, np.concatenate([self.sentinel, record['targets'], self.eos])
 
-    def cut(self, ids: np.ndarray, length: int) -> np.ndarray:
-        if len(ids) > length:
-            return np.concatenate([ids[: length - 2], ids[-2:]])
-        return ids
+    def cut(self, ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
+        return TextToText.cut(self, ids, length, ids[-1 - len(end) :])
 
 
 class TriviaQaTruncateInputs(TextToText):

@@ -102,6 +102,7 @@ def programs(file):
     import validation
     from answers import programs
     from answers.options import Decoding
+    from vocabulary import ByteVocabulary
 
     models = [('', {})]
     models += [('switch', {'split_experts': axis, 'sparse_step': 1}) for axis in ('model', 'fsdp')]
@@ -130,7 +131,9 @@ def programs(file):
         asked['temperature_b'] = np.ones(8, np.float32)
         for decoding in decodings:
             f = sharded(
-                functools.partial(programs.answers, spec.model_config, decoding, 1),
+                functools.partial(
+                    programs.answers, spec.model_config, decoding, ByteVocabulary().ends
+                ),
                 spec.model_config,
                 spec.mesh,
             )

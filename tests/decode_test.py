@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
 @functools.cache
-def generator(config, mesh, eos_id=vocabularies.EOS_ID):
+def generator(config, mesh, end_ids=(vocabularies.EOS_ID,)):
     """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
 
     def device_generate(params, inputs_bM, prompt_bT):
@@ -48,7 +48,7 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
         lengths_b = jnp.full_like(prompt_bT[:, 0], prompt_bT.shape[1])
         cache = model.apply(model.start_decoding, params, config, inputs_bM)
         cache = decode.grow_cache(cache, prompt_bT.shape[1])
-        return decode.sample(step, cache, prompt_bT, lengths_b, eos_id=eos_id)[0]
+        return decode.sample(step, cache, prompt_bT, lengths_b, end_ids=end_ids)[0]
 
     return sharded(device_generate, config, mesh)
 
@@ -89,7 +89,7 @@ def decoded(case, arrays, mesh):
     prompt = np.pad(inputs[:, 1:], ((0, 0), (0, 1)))
     num_rows, length = prompt.shape
     lengths = np.full(num_rows, length, np.int32)
-    eos_id = kwargs.pop('eos_id')
+    end_ids = (kwargs.pop('eos_id'),)
     if case['kind'] == 'beam_search':
         lengths[:] = kwargs.pop('max_decode_len', length)
         num_beams = kwargs.pop('num_decodes', 4)
@@ -100,7 +100,7 @@ def decoded(case, arrays, mesh):
             acc_rD = jnp.repeat(acc_bD, num_beams, axis=0)
             step, reorder = network.step, reorder_rows
             return decode.beam_search(
-                step, reorder, acc_rD, prompt_bT, lengths_b, num_beams, alpha, eos_id
+                step, reorder, acc_rD, prompt_bT, lengths_b, num_beams, alpha, end_ids
             )
 
         tokens, scores = on_rows(search, mesh, arrays['acc0'], prompt, lengths)
@@ -128,7 +128,7 @@ def decoded(case, arrays, mesh):
         keys_b = jax.vmap(jax.random.key)(first_tokens_b)
         temperature_b = jnp.full(lengths_b.shape, temperature)
         choose = decode.random_tokens(keys_b, temperature_b, top_k=top_k)
-        return decode.sample(step, acc_bD, prompt_bT, lengths_b, choose, eos_id=eos_id)
+        return decode.sample(step, acc_bD, prompt_bT, lengths_b, choose, end_ids=end_ids)
 
     tokens, scores = on_rows(sample, mesh, arrays['acc0'], prompt, lengths, first_tokens)
     rows = []
@@ -226,8 +226,8 @@ def random_network(seed, vocab_size=6, size=5):
     return network, rng.normal(0, 1, (3, size)).astype(np.float32)
 
 
-def all_sequences(network, acc, length, alpha):
-    """{tokens: score} of every sequence of one example that ends with EOS within `length`."""
+def all_sequences(network, acc, length, alpha, end_ids):
+    """{tokens: score} of every sequence of one example that ends with one of `end_ids` within `length`."""
     found = {}
     live = [((), acc, 0.0)]
     for num_tokens in range(1, length + 1):
@@ -238,7 +238,7 @@ def all_sequences(network, acc, length, alpha):
             logits = np.tanh(acc).astype(np.float64) @ network.W + network.b
             log_probs = logits - np.log(np.exp(logits).sum())
             for token, log_prob in enumerate(log_probs):
-                if token == vocabularies.EOS_ID:
+                if token in end_ids:
                     found[(*tokens, token)] = (total + log_prob) / penalty
                 else:
                     longer.append(((*tokens, token), acc, total + log_prob))
@@ -246,9 +246,10 @@ def all_sequences(network, acc, length, alpha):
     return found
 
 
-def test_beam_search_against_every_sequence_of_six_words():
-    """With a beam for each prefix it finds all 156 sequences of up to four tokens, in order."""
-    length, num_beams = 4, 5**4
+@pytest.mark.parametrize('end_ids, count', [((vocabularies.EOS_ID,), 156), ((1, 4), 170)])
+def test_beam_search_against_every_sequence_of_six_words(end_ids, count):
+    """With a beam for each prefix it finds all sequences of up to four tokens, in order."""
+    length, num_beams = 4, (6 - len(end_ids)) ** 4
 
     @jax.jit
     def search(network, acc, alpha):
@@ -257,7 +258,9 @@ def test_beam_search_against_every_sequence_of_six_words():
             prompt = jnp.zeros_like(acc_bD, jnp.int32, shape=(len(acc_bD), length))
             lengths = jnp.full_like(prompt[:, 0], length)
             step, reorder = network.step, reorder_rows
-            return decode.beam_search(step, reorder, acc_rD, prompt, lengths, num_beams, alpha)
+            return decode.beam_search(
+                step, reorder, acc_rD, prompt, lengths, num_beams, alpha, end_ids
+            )
 
         spec = partition.BATCH
         mapped = jax.shard_map(device_search, mesh=make_mesh(1, 2), in_specs=spec, out_specs=spec)
@@ -267,15 +270,56 @@ def test_beam_search_against_every_sequence_of_six_words():
         network, acc = random_network(seed)
         tokens, scores = jax.tree.map(np.asarray, search(network, acc, alpha))
         for row in range(len(acc)):
-            expected = all_sequences(network, acc[row], length, alpha)
-            assert len(expected) == 156
+            expected = all_sequences(network, acc[row], length, alpha, end_ids)
+            assert len(expected) == count
             best_first = scores[row, ::-1]
-            assert (best_first[156:] < -1e6).all()
-            np.testing.assert_allclose(best_first[:156], sorted(expected.values())[::-1], 1e-4)
-            for found, score in zip(tokens[row, ::-1][:156].tolist(), best_first, strict=False):
-                end = found.index(vocabularies.EOS_ID) + 1
+            assert (best_first[count:] < -1e6).all()
+            np.testing.assert_allclose(best_first[:count], sorted(expected.values())[::-1], 1e-4)
+            for found, score in zip(tokens[row, ::-1][:count].tolist(), best_first, strict=False):
+                end = min(found.index(i) for i in end_ids if i in found) + 1
                 assert not any(found[end:])
                 assert score == pytest.approx(expected[tuple(found[:end])], rel=1e-4)
+
+
+@pytest.mark.parametrize('num_beams', [1, 2])
+def test_beams_are_full_though_several_ids_end_them(num_beams):
+    """Four of six ids end a sequence: the best other ones live on."""
+    network, acc = random_network(0)
+    end_ids = (1, 2, 3, 4)
+    network.b[:] = [0, 9, 9, 9, 9, 1]
+
+    def search(acc_bD):
+        acc_rD = jnp.repeat(acc_bD, num_beams, axis=0)
+        prompt_bT = jnp.zeros_like(acc_bD, jnp.int32, shape=(len(acc_bD), 2))
+        lengths_b = jnp.full_like(prompt_bT[:, 0], 2)
+        step, reorder = network.step, reorder_rows
+        # So large a penalty makes the longest sequence the best.
+        return decode.beam_search(
+            step, reorder, acc_rD, prompt_bT, lengths_b, num_beams, 1000.0, end_ids
+        )
+
+    tokens, _ = on_rows(search, make_mesh(1, 1), acc)
+    for row, example in enumerate(tokens):
+        expected = all_sequences(network, acc[row], 2, 1000.0, end_ids)
+        best = max(expected, key=expected.get)
+        assert len(best) == 2 and example[-1].tolist() == [*best]
+
+
+def test_samples_end_at_the_first_of_several_ids():
+    network, acc = random_network(1)
+    acc = np.random.default_rng(0).normal(0, 3, (64, acc.shape[1])).astype(np.float32)
+
+    def sample(end_ids, acc_bD):
+        prompt_bT = jnp.zeros_like(acc_bD, jnp.int32, shape=(len(acc_bD), 8))
+        lengths_b = jnp.full_like(prompt_bT[:, 0], 8)
+        return decode.sample(network.step, acc_bD, prompt_bT, lengths_b, end_ids=end_ids)[0]
+
+    endless = on_rows(functools.partial(sample, (99,)), make_mesh(1, 1), acc)
+    found = on_rows(functools.partial(sample, (1, 4)), make_mesh(1, 1), acc)
+    for row, expected in zip(found.tolist(), endless.tolist(), strict=True):
+        end = min([i for i, token in enumerate(expected) if token in (1, 4)], default=8) + 1
+        assert row == [*expected[:end], *[0] * (8 - end)][:8]
+    assert {1, 4} <= {*found.ravel().tolist()}
 
 
 def test_an_EOS_in_a_prompt_ends_no_beam():

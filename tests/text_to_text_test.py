@@ -13,6 +13,7 @@ from corpora import golden, make_config
 
 from messages import Refused
 from tasks import objectives
+from vocabulary import ByteVocabulary
 
 SENTINEL_CASES = golden('sentinel')
 PARTS = golden('trivia_qa_truncate_inputs')
@@ -22,6 +23,7 @@ def objective_of(name, lengths, vocabulary_size=100, num_sentinels=1):
     config = make_config(**{f'lengths.{feature}': length for feature, length in lengths.items()})
     vocabulary = types.SimpleNamespace(
         eos_id=1,
+        ends=ByteVocabulary().ends,
         size=vocabulary_size,
         num_sentinels=num_sentinels,
         sentinel_ids=vocabulary_size - 1 - np.arange(num_sentinels, dtype=np.int32),
