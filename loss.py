@@ -156,5 +156,5 @@ def argmax(x: jax.Array) -> jax.Array:
     size = x.shape[-1]
     # Two vectorized passes. On CPUs, lax.argmax takes three times as long.
     ids = lax.axis_index('model') * size + lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    is_largest = x == lax.pmax(x.max(axis=-1, keepdims=True), 'model')
+    is_largest = x == lax.pmax(x.max(axis=-1), 'model')[..., None]
     return lax.pmin(jnp.where(is_largest, ids, lax.psum(size, 'model')).min(axis=-1), 'model')

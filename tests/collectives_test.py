@@ -32,7 +32,7 @@ COLLECTIVES |= {'ppermute', 'pvary', 'pmean', 'reduce_scatter', 'pshuffle', 'pbr
 COUNT = re.compile(r'1|n|size|len\(\w+\)|\w+\.size|\w+\.shape\[-?\d\]')  # sums of the same number
 # What tracing accepts, and the test whose numbers show it.
 NUMBERS = [
-    ('loss.py', "lax.pmax(x.max(axis=-1, keepdims=True), 'model')", 'decode_test.py::test_the_lowest_id_wins_among_equals'),
+    ('loss.py', "lax.pmax(x.max(axis=-1), 'model')", 'decode_test.py::test_the_lowest_id_wins_among_equals'),
     ('decode.py', "lax.pmax(probs_rv.max(axis=1, keepdims=True), 'model')", 'decode_test.py::test_what_is_kept_of_a_split_vocabulary'),
     ('families/switch.py', 'partition.psum(confidence, partition.BATCH_AXES)', 'families/switch_test.py::test_the_routers_confidence_is_that_of_all_tokens'),
     ('families/switch.py', "lax.pcast(x_bTD, 'model', to='varying')", 'families/switch_test.py::test_gates_share_a_sum_of_gradients'),
