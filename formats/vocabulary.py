@@ -211,7 +211,8 @@ def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
     for folder in folders_of(checkpoint):
         file = folder / 'config.json'
         stored = paths.read_json(file).get('eos_token_id') if paths.is_file(file) else None
-        if stored not in (None, eos_id):
+        # Several may end an answer: Gemma's <end_of_turn>.
+        if stored not in (None, eos_id) and eos_id not in np.atleast_1d(stored):
             raise Refused(
                 f'{file}: eos_token_id={stored}, and {eos_id} in the vocabulary: use its own'
             )

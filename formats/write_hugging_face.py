@@ -16,7 +16,7 @@ from formats import hugging_face, own_model, peft
 from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
-from vocabulary import EOS_ID, PAD_ID, Vocabulary
+from vocabulary import EOS_ID, PAD_ID, Ends, Vocabulary
 
 
 def write(
@@ -32,7 +32,12 @@ def write(
     one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
-    settings['eos_token_id'] = getattr(vocabulary, 'eos_id', EOS_ID)
+    settings['eos_token_id'] = EOS_ID
+    if vocabulary is not None:
+        eos = (vocabulary.eos_id,)
+        vocabulary.ends = config.family.ends(config, Ends(answers=eos, inputs=((), eos)))
+        eos_id, *others = vocabulary.ends.answers
+        settings['eos_token_id'] = [eos_id, *others] if others else eos_id
     names = names_of(config, arrays)
     files: list[list[str]] = [[]]  # the paths of each
     num_bytes = 0

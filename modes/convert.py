@@ -52,8 +52,6 @@ def convert_checkpoint(
         _write_peft(target, opened)
         return target
     vocabulary = find_vocabulary(opened.directory)
-    if vocabulary is not None:
-        vocabulary.ends = opened.config.family.ends(opened.config, vocabulary.ends)
     vocabulary_files = kept_files(vocabulary)
     if form == 'hf':
         parameters = checkpoint.parameters(opened.leaves)

@@ -105,6 +105,20 @@ def test_transformers_opens_written_files(vocabulary, tmp_path):
         assert tokenizer(case['text'])['input_ids'] == case['transformers']
 
 
+@pytest.mark.parametrize(
+    'eos, is_refused', [(1, False), ([1, 8], False), (8, True), ([8, 9], True)]
+)
+def test_several_ends_in_config(tmp_path, eos, is_refused):
+    for name in ('tokenizer.model', 'tokenizer_config.json'):
+        shutil.copy(GOLDEN / name, tmp_path)
+    (tmp_path / 'config.json').write_text(json.dumps({'eos_token_id': eos}))
+    if is_refused:
+        with pytest.raises(Refused, match='eos_token_id'):
+            find_vocabulary(tmp_path)
+    else:
+        find_vocabulary(tmp_path)
+
+
 # Sentinels that are pieces of the table.
 
 
