@@ -91,9 +91,8 @@ class TextToText:
 
 def ends_of(vocabulary: Vocabulary) -> list[NDArray]:
     """Return the ids before inputs, after inputs, and after targets, each int32."""
-    begin, end = vocabulary.ends.inputs
-    assert begin or end, 'inputs need an id before or after them: a text may be empty'
-    return [np.array(ids, np.int32) for ids in (begin, end, vocabulary.ends.targets[1])]
+    assert any(vocabulary.ends.inputs), 'inputs need an id before or after: a text may be empty'
+    return [np.array(ids, np.int32) for ids in (*vocabulary.ends.inputs, (vocabulary.eos_id,))]
 
 
 # Denoising: span corruption, and the base class of other objectives that corrupt text.
@@ -264,11 +263,9 @@ def append_eos_after_trim(
     tokens: NDArray, length: int, eos: NDArray, bos: Sequence[int] | NDArray = ()
 ) -> list[NDArray]:
     """Return `bos`, the ids of each row of [rows, n] that are not DROPPED, and `eos`: at most `length` ids."""
-    end = len(bos) + tokens.shape[1]
-    with_eos = np.empty((tokens.shape[0], end + len(eos)), np.int32)
-    with_eos[:, : len(bos)] = bos
-    with_eos[:, len(bos) : end] = tokens
-    with_eos[:, end:] = eos
+    parts = [np.tile(bos, (len(tokens), 1)), tokens, np.tile(eos, (len(tokens), 1))]
+    with_eos = np.concatenate(parts, axis=1, dtype=np.int32, casting='unsafe')
+    end = with_eos.shape[1] - len(eos)
     is_kept = with_eos != DROPPED
     sizes = np.count_nonzero(is_kept, axis=1)
     if sizes.max(initial=0) > length:

@@ -51,7 +51,7 @@ CORE = {
     'optimizer': 226,
     'partition': 198,
     'prepare': 335,
-    'data': 469,
+    'data': 466,
     'stream': 458,
     'vocabulary': 224,
     'validation': 271,
