@@ -181,7 +181,8 @@ class T5:
         """
         encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
-        outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
+        emb_dim = self.config.family.encoder_config(self.config).emb_dim
+        outputs_bMD = np.zeros((*mask_bM.shape, emb_dim), np.float32)
         examples = [Example(ids) for ids in encoded]
         encode = functools.partial(encode_batch, self)
         for i, outputs_MD in enumerate(in_batches(encode, examples, batch_size)):
