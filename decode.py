@@ -13,7 +13,7 @@ suffixes are those of model.py and
 `cache` is any pytree; `Cache` is model.py's. Source: T5X t5x/decoding.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -368,6 +368,19 @@ class Cache(NamedTuple):
     # beams changes these numbers alone.
     writers_gnM: jax.Array
     layers: tuple[LayerCache, ...]
+
+
+def empty_cache(
+    of_inputs: Iterable[KeysValues], mask_b11M: jax.Array, num_groups: int, num_beams: int
+) -> Cache:
+    """Return a cache with the inputs of each layer, whose mask is given, and without room for tokens."""
+
+    def empty(x_bhKM: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x_bhKM, shape=(num_groups, *x_bhKM.shape[1:3], 0))
+
+    layers = [LayerCache(jax.tree.map(empty, inputs), inputs) for inputs in of_inputs]
+    writers_gnM = jnp.zeros_like(mask_b11M, jnp.int32, (num_groups, num_beams, 0))
+    return Cache(jnp.int32(0), mask_b11M, writers_gnM, tuple(layers))
 
 
 def grow_cache(cache: Cache, max_length: int) -> Cache:

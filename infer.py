@@ -337,7 +337,7 @@ class T5:
         if kind is not programs.answers:
             return arrays
         if not self._step_arrays:
-            dtypes = model.step_kernels(self.config, arrays)
+            dtypes = programs.step_kernels(self.config, arrays)
             self._step_arrays = {**arrays, **kernels.for_decoding(self.mesh, arrays, dtypes)}
         return self._step_arrays
 

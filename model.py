@@ -17,8 +17,7 @@ The modules build their submodules inside `__call__`, each with an explicit name
 shapes. Parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None turns it
 off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
 
-Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated
-MLPs).
+Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated MLPs).
 """
 
 import dataclasses
@@ -26,7 +25,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import haiku as hk
@@ -38,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 
 import kernels
 import partition
-from decode import Cache, KeysValues, LayerCache, add_writers, read_mask
+from decode import Cache, KeysValues, LayerCache, add_writers, empty_cache, read_mask
 from family import Family, Options
 
 # How parameters are split: regular expression of a path -> PartitionSpec. Each module asks Haiku for
@@ -53,10 +51,6 @@ PARAMETER_SPECS = {
     r'decoder/logits_dense/kernel': P('fsdp', 'model'),  # [embed, vocab]
     r'.+_norm/scale': P(None),  # [embed]
 }
-# The kernels of a step of decoding: all but those for keys and values of the inputs.
-STEP_KERNELS = (
-    r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
-)
 ACTIVATIONS: dict[str, Callable] = {
     'relu': jax.nn.relu,
     'gelu': lambda x: jax.nn.gelu(x, approximate=True),  # the tanh form, as in Flax and Mesh-TF
@@ -141,10 +135,10 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     return {f'{scope}/{name}': x for scope, leaves in tree.items() for name, x in leaves.items()}
 
 
-def shapes(config: T5Config) -> Mapping[str, tuple[int, ...]]:
+def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
     """Return {path: unsplit shape} of all parameters, without computing them."""
     tree = jax.eval_shape(lambda: init(config, jax.random.key(0)))
-    return MappingProxyType({path: x.shape for path, x in tree.items()})
+    return {path: x.shape for path, x in tree.items()}
 
 
 def param_specs(config: T5Config, paths: Iterable[str] | None = None) -> dict[str, P]:
@@ -215,13 +209,13 @@ def logits(
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
     decoder = config.parts.decoder(config, name='decoder')
-    positions_T = jnp.arange(segments_bT.shape[1])
+    mask, positions = decoder.shared(segments_bT)
     logits_bTv, _, decoder_aux = decoder(
         decoder.embed(batch['decoder_input_tokens'], table_vD),
         encoded_bMD,
-        mask=segment_mask(segments_bT, segments_bT, causal=True),
+        mask=mask,
         inputs_mask=segment_mask(segments_bT, segments_bM),
-        positions=Positions(positions_T, positions_T),
+        positions=positions,
         rows_b=rows_b,
         table_vD=table_vD,
     )
@@ -229,6 +223,7 @@ def logits(
     for name in encoder_aux.keys() | decoder_aux.keys():
         of_stacks = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
         aux[name] = jnp.concatenate(of_stacks).mean(axis=0)
+        check_output('layers', aux[name], segments_bT.shape[:1], jnp.float32, f'aux {name!r}')
     return logits_bTv, aux
 
 
@@ -248,13 +243,9 @@ def encode(
         table_vD = token_table(config)
     encoder = config.parts.encoder(config.family.encoder_config(config), name='encoder')
     x_bMD, segments_bM = encoder.embed(inputs_bM, segments_bM, table_vD)
-    shape = (*segments_bM.shape, x_bMD.shape[-1])
-    check_output('encoder', x_bMD, shape, jnp.float32, 'embedding')
+    check_output('encoder', x_bMD, x_bMD.shape, jnp.float32, 'embedding')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
     check_output('encoder', encoded_bMD, x_bMD.shape, config.dtype)
-    for name, value in aux.items():
-        shape = (*jnp.shape(value)[:1], len(x_bMD))
-        check_output('encoder', value, shape, jnp.float32, f'aux {name!r}, [layers, b],')
     return encoded_bMD, segments_bM, aux
 
 
@@ -268,31 +259,14 @@ def token_table(config: T5Config) -> jax.Array:
 
 
 def start_decoding(
-    config: T5Config,
-    inputs_bM: jax.Array,
-    max_length: int,
-    num_decodes: int = 1,
-    is_beam_search: bool = False,
+    config: T5Config, inputs_bM: jax.Array, num_decodes: int = 1, is_beam_search: bool = False
 ) -> Cache:
-    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each of `max_length` tokens."""
+    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each, without room for tokens."""
+    encoded_bMD, segments_bM, _ = encode(config, inputs_bM)
+    of_inputs = config.parts.decoder(config, name='decoder').read_inputs(encoded_bMD)
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
-    encoded_bMD, segments_bM, _ = encode(config, inputs_bM)
-    decoder = config.parts.decoder(config, name='decoder')
-
-    def room(x_bhKM):
-        shape = (num_groups, *x_bhKM.shape[1:3], max_length * num_beams)
-        return jnp.zeros_like(x_bhKM, shape=shape)
-
-    layers = []
-    for inputs in decoder.read_inputs(encoded_bMD):
-        layers.append(LayerCache(targets=jax.tree.map(room, inputs), inputs=inputs))
-    return Cache(
-        length=jnp.int32(0),
-        mask_b11M=(segments_bM > 0)[:, None, None],
-        writers_gnM=jnp.zeros_like(inputs_bM, shape=(num_groups, num_beams, max_length)),
-        layers=tuple(layers),
-    )
+    return empty_cache(of_inputs, (segments_bM > 0)[:, None, None], num_groups, num_beams)
 
 
 def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -313,14 +287,6 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
     )
     cache = cache._replace(length=cache.length + 1, layers=layers)
     return logits_gTv.reshape(len(tokens_r), -1), cache
-
-
-def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
-    """Return {path: dtype} of the kernels of a step of decoding; {} if some may not be `Kernel`s."""
-    if config.module or config.lora_rank:
-        return {}
-    dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
-    return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, 'float32')
 
 
 class Mask(NamedTuple):
@@ -410,14 +376,11 @@ def loop_over_layers(
     for index in indices:
         of_index = functools.partial(layer, index)
         if c.remat != 'none':
-            policy = REMAT_POLICIES[c.remat]
-            of_index = hk.remat(of_index, policy=policy, prevent_cse=not in_scan)
+            of_index = hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not in_scan)
         before_bTD = x_bTD
         x_bTD, of_layer = of_index(x_bTD)
         check_output(f'layers_{index}', x_bTD, before_bTD.shape, before_bTD.dtype)
         for name, value_b in of_layer.items():
-            what = f'aux {name!r}, [b],'
-            check_output(f'layers_{index}', value_b, x_bTD.shape[:1], jnp.float32, what)
             aux.setdefault(name, []).append(value_b)
     return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
@@ -490,6 +453,13 @@ class Decoder(hk.Module):
         """Return the embedded tokens x_bTD."""
         return self.config.parts.embedder(self.config, tokens_bT, table_vD)
 
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        mask = segment_mask(segments_bT, segments_bT, causal=True)
+        return mask, Positions(positions_T, positions_T)
+
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, rows_b, table_vD, caches=None
     ):
@@ -553,6 +523,13 @@ class DecoderLayer(hk.Module):
     config: T5Config
     index: int  # in the stack; in a scan, in its period
     name: str
+
+    @hk.name_like('__call__')
+    def shared(self, segments_bT):
+        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        positions_T = jnp.arange(segments_bT.shape[1])
+        mask = segment_mask(segments_bT, segments_bT, causal=True)
+        return mask, Positions(positions_T, positions_T)
 
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache

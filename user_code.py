@@ -13,13 +13,13 @@ from randomness import digest
 MODULE = 'user_module'  # prefix of the names of users' files in sys.modules
 
 
-def module_file(setting: str, module: str) -> pathlib.Path:
+def module_file(setting: str, module: str, or_else: str = '') -> pathlib.Path:
     """Return the file that a setting such as data.module names: a path, or a name in the current folder."""
     file = paths.disk_path(module)
     if not file.is_file() and file.name and file.suffix != '.py':
         file = file.with_name(file.name + '.py')
     if not file.is_file():
-        raise Refused(f'{setting}={module!r}: {file} is not a file: name a Python file')
+        raise Refused(f'{setting}={module!r}: {file} is not a file: name a Python file{or_else}')
     return file
 
 

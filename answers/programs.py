@@ -1,6 +1,7 @@
 """What one device computes, inside `jax.shard_map`. model.py and decode.py define the suffixes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,11 @@ from model import T5Config
 
 Batch = Mapping[str, jax.Array]
 Parameters = Mapping[str, jax.Array]
+
+# The kernels of a step of decoding: all but those for keys and values of the inputs.
+STEP_KERNELS = (
+    r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
+)
 
 
 def logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
@@ -48,8 +54,8 @@ def answers(
     def step(tokens_r: jax.Array, cache: decode.Cache) -> tuple[jax.Array, decode.Cache]:
         return model.apply(model.decode_step, params, config, tokens_r, cache)
 
-    sizes = (0, num_decodes, has_beams)
-    cache = model.apply(model.start_decoding, params, config, batch['inputs_bM'], *sizes)
+    inputs_bM = batch['inputs_bM']
+    cache = model.apply(model.start_decoding, params, config, inputs_bM, num_decodes, has_beams)
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
     filters = filters_of(decoding, rows, eos_id)
     if has_beams:
@@ -91,3 +97,11 @@ def answers(
     if not decoding.return_scores:
         return tokens_bnT, None  # XLA then computes no scores
     return tokens_bnT, scores_bn
+
+
+def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
+    """Return {path: dtype} of the kernels of a step of decoding; {} if some may not be `Kernel`s."""
+    if config.module or config.lora_rank:
+        return {}
+    dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
+    return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, 'float32')

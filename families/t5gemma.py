@@ -5,7 +5,7 @@ share keys and values. Scores and logits are capped. Norms, with scales around 0
 stack has a token table; embeddings are multiplied by sqrt(emb_dim), tied logits not divided by it. The decoder starts
 with id 2. The letters are model.py's, and
 
-    k  heads of keys and values    g  the query heads of one    j  half of a head
+    k  heads of keys and values    g  the query heads of one
 
 Source: Zhang et al. 2025 (T5Gemma); google-deepmind/gemma research/t5gemma/modules.py, gm/nn/_modules.py.
 """
@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import model
 import partition
 from configs import check, setting
+from families.rotary import no_bias, rotate
 from messages import Refused
 
 START_ID = 2  # Gemma's token before a text
@@ -193,19 +194,6 @@ class Attention(model.Attention):
         return jnp.einsum('bkgTM,bkKM->bTkgK', probs_bkgTM, v_bkKM).reshape(q_bThK.shape)
 
 
-def rotate(x_bThK, positions_bT, theta, factor=1.0):
-    """Return the heads, whose two halves are rotated by angles of position / factor / theta^(j / half)."""
-    half = x_bThK.shape[-1] // 2
-    frequencies_j = theta ** -(jnp.arange(half) / half) / factor
-    angles_bT1j = positions_bT[:, :, None, None] * frequencies_j[None, None, None]
-    cos_bT1j = jnp.cos(angles_bT1j).astype(x_bThK.dtype)
-    sin_bT1j = jnp.sin(angles_bT1j).astype(x_bThK.dtype)
-    left_bThj, right_bThj = jnp.split(x_bThK, 2, axis=-1)
-    new_left_bThj = left_bThj * cos_bT1j - right_bThj * sin_bT1j
-    new_right_bThj = right_bThj * cos_bT1j + left_bThj * sin_bT1j
-    return jnp.concatenate([new_left_bThj, new_right_bThj], axis=-1)
-
-
 def flops(c, S, T):
     """Return the FLOPs of the matrix products in the forward pass of a row of S inputs and T targets."""
     e = encoder_config(c)
@@ -241,7 +229,7 @@ def modules(family):
         attention=Attention,
         mlp=Mlp,
         norm=Norm,
-        relpos_bias=lambda *args, **kwargs: lambda positions: None,
+        relpos_bias=no_bias,
         logits=logits,
     )
     return dataclasses.replace(

@@ -21,6 +21,7 @@ import model
 from configs import setting
 from decode import KeysValues, LayerCache
 from families import t5gemma
+from families.rotary import rotate
 from families.t5gemma import option
 
 
@@ -112,8 +113,8 @@ class Attention(t5gemma.Attention):
         if isinstance(positions, Positions):
             places_bT = positions.places_bT
         if self.is_full():
-            return t5gemma.rotate(x_bThK, places_bT, o.full_rope_theta, o.full_rope_factor)
-        return t5gemma.rotate(x_bThK, places_bT, o.rope_theta)
+            return rotate(x_bThK, places_bT / o.full_rope_factor, o.full_rope_theta)
+        return rotate(x_bThK, places_bT, o.rope_theta)
 
     def seen(self, mask, positions):
         """Return mask_b1TM without the keys outside of the window, which the encoder has half on each side."""

@@ -88,7 +88,7 @@ def open_model(
     if is_encoder(leaves):
         config, leaves = gemma.encoder_alone(config, leaves)
         shapes = checkpoint.shapes(checkpoint.parameters(leaves))
-    compare(dict(model.shapes(config)), shapes, str(directory))
+    compare(model.shapes(config), shapes, str(directory))
     return OpenedModel(directory, leaves, config, note, is_assumed)
 
 

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,8 @@ def find(module: str) -> tuple[Module, ...]:
             code = importlib.import_module(f'.{name}', families.__name__)
             modules.append(Module(code, name, b''))
         else:
-            file = user_code.module_file('model.module', name)
+            known = [x.name for x in pkgutil.iter_modules(families.__path__)]
+            file = user_code.module_file('model.module', name, f', or one of {", ".join(known)}')
             content = file.read_bytes()
             modules.append(Module(user_code.load_module(file, content), str(file), content))
     return tuple(modules)

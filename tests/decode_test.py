@@ -41,13 +41,12 @@ def generator(config, mesh, eos_id=vocabularies.EOS_ID):
     """(params, inputs_bM, prompt_bT) -> greedy tokens_bT."""
 
     def device_generate(params, inputs_bM, prompt_bT):
-        start = lambda: model.start_decoding(config, inputs_bM, prompt_bT.shape[1])  # noqa: E731
-
         def step(tokens_b, cache):
             return model.apply(model.decode_step, params, config, tokens_b, cache)
 
         lengths_b = jnp.full_like(prompt_bT[:, 0], prompt_bT.shape[1])
-        cache = model.apply(start, params)
+        cache = model.apply(model.start_decoding, params, config, inputs_bM)
+        cache = decode.grow_cache(cache, prompt_bT.shape[1])
         return decode.sample(step, cache, prompt_bT, lengths_b, eos_id=eos_id)[0]
 
     return sharded(device_generate, config, mesh)

@@ -81,6 +81,9 @@ MISTAKES = {
     'own model: a loss term': own_model(
         'Mlp', 'other(self)', 'pass', 'KeyError', ", losses=lambda config: {}['x'],  # !\n    "
     ),
+    'own model: an aux of rows where an encoder has layers': own_model(
+        'Encoder', '__call__(self, *args)', "return (y := super().__call__(*args))[0], {'x': y[0][:, 0, 0]}", "aux 'x'"
+    ),
     'own objective': own_task(
         "class Own(data.TextToText):\n    def examples(self, names, records, *key):\n        return records[7]  # !\n\n"
         "TASKS = [Task('x', inputs='{text}', targets='{text}', objective=Own)]", 'text.txt', ('--config.data.num_workers=0',)

@@ -272,13 +272,14 @@ def stepwise_logits(config, mesh):
     """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
 
     def device_logits(params, inputs_bM, tokens_bT):
-        start = functools.partial(model.start_decoding, config, inputs_bM, tokens_bT.shape[1])
+        start = functools.partial(model.start_decoding, config, inputs_bM)
 
         def step(cache, tokens_b):
             step = functools.partial(model.decode_step, config, tokens_b, cache)
             return model.apply(step, params)[::-1]
 
-        logits_Tbv = jax.lax.scan(step, model.apply(start, params), tokens_bT.T)[1]
+        cache = decode.grow_cache(model.apply(start, params), tokens_bT.shape[1])
+        logits_Tbv = jax.lax.scan(step, cache, tokens_bT.T)[1]
         return logits_Tbv.swapaxes(0, 1)
 
     return sharded(device_logits, config, mesh, P(partition.BATCH_AXES, None, 'model'))
@@ -307,7 +308,7 @@ def device_beams(
     num_rows, length = prompt_bT.shape
     if is_cached:
         start = functools.partial(
-            model.start_decoding, config, inputs_bM, 0, num_beams, is_beam_search=True
+            model.start_decoding, config, inputs_bM, num_beams, is_beam_search=True
         )
 
         def step(tokens_r, cache):

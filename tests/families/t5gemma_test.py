@@ -53,7 +53,7 @@ def arrays_of(name):
 def folders(array=''):
     """Return the names of the folders whose golden.npz has an array, two of them first."""
     names = sorted(x.parent.name for x in GOLDEN.glob('t5gemma*/golden.npz'))
-    names.sort(key=lambda x: x not in ('t5gemma', 't5gemma2'))
+    names.sort(key=lambda x: (x not in ('t5gemma', 't5gemma2'), -len(x)))
     return [name for name in names if not array or array in arrays_of(name)]
 
 
@@ -106,7 +106,8 @@ def test_logits(name):
     np.testing.assert_array_equal(t5.logits(batch), found)
 
 
-@pytest.mark.parametrize('name', first_quick(folders('logits'), 0))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', folders('logits'))
 def test_scores(name):
     arrays = arrays_of(name)
     scores = load(name).score(
@@ -115,7 +116,8 @@ def test_scores(name):
     np.testing.assert_allclose(scores, arrays['log_likelihoods'], rtol=2e-5)
 
 
-@pytest.mark.parametrize('name', first_quick(folders('logits'), 0))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', folders('logits'))
 def test_a_cache(name):
     """Decoding the targets one by one gives the logits of all at once."""
     arrays = arrays_of(name)
@@ -126,7 +128,7 @@ def test_a_cache(name):
     check_logits(found, batch, arrays['logits'])
 
 
-@pytest.mark.parametrize('name', first_quick(folders('packed/logits'), 2))
+@pytest.mark.parametrize('name', first_quick(folders('packed/logits')))
 def test_packed_rows(name):
     """Each example has the numbers that it has alone."""
     arrays = arrays_of(name)
@@ -143,7 +145,7 @@ def test_packed_rows(name):
     assert_near(found * (segments > 0)[..., None], arrays['packed/encoded'], ENCODED)
 
 
-@pytest.mark.parametrize('name', first_quick(folders('greedy'), 2))
+@pytest.mark.parametrize('name', first_quick(folders('greedy')))
 def test_greedy_answers(name):
     check_answers(name, 'greedy')
 
@@ -598,6 +600,7 @@ def test_a_mesh_that_is_refused():
         config.family.check_mesh(wide, make_mesh(1, 1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('module', SIZES)
 def test_adapters(module):
     """A merged model computes as it does unmerged; keys that devices share have adapters too."""
@@ -616,6 +619,7 @@ def test_adapters(module):
 # FLOPs.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('module', SIZES)
 def test_flops(module):
     """As XLA counts the products of a forward pass, which has a few more operations."""

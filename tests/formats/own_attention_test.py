@@ -26,6 +26,7 @@ from small_models import (
     t5_config,
 )
 
+import decode
 import infer
 import model
 import partition
@@ -33,7 +34,7 @@ import train
 from prepare import make_spec, prepare
 
 WINDOW = str(ROOT / 'examples/sliding_window/sliding_window.py')
-GROUPED = str(ROOT / 'examples/grouped_heads/grouped_heads.py')
+GROUPED = str(ROOT / 'families/grouped_heads.py')
 # (model.module, model.options)
 VALUES = [(WINDOW, {'window': 3}), (GROUPED, {'num_kv_heads': 4})]
 EXAMPLES = pytest.mark.parametrize('module, options', VALUES, ids=['window', 'grouped'])
@@ -199,7 +200,8 @@ def test_grouped_heads_have_a_smaller_cache():
 
         def start(params):
             inputs_bM = jnp.ones([3, 7], jnp.int32)
-            return model.apply(model.start_decoding, params, config, inputs_bM, 5)
+            cache = model.apply(model.start_decoding, params, config, inputs_bM)
+            return decode.grow_cache(cache, 5)
 
         params = random_params(config)
         on_one = partition.one_device(start, (model.param_specs(config),))

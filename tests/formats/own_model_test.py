@@ -39,9 +39,9 @@ from modes import evaluate as evaluate_mode
 from prepare import prepare
 
 EXAMPLE = ROOT / 'examples/squared_relu/squared_relu.py'
-ROTARY = ROOT / 'examples/rotary/rotary.py'
+ROTARY = ROOT / 'families/rotary.py'
 WINDOW = ROOT / 'examples/sliding_window/sliding_window.py'
-GROUPED = ROOT / 'examples/grouped_heads/grouped_heads.py'
+GROUPED = ROOT / 'families/grouped_heads.py'
 # An Mlp with parameters of its own.
 MLP = """
 import dataclasses
@@ -186,7 +186,7 @@ def test_rotary_positions_decode(rotary):
     check_on_meshes(*rotary)
 
 
-EXAMPLES = [EXAMPLE, ROTARY, WINDOW, GROUPED]
+EXAMPLES = [EXAMPLE, WINDOW]
 
 
 @pytest.mark.parametrize('file', EXAMPLES, ids=lambda file: file.stem)
@@ -455,7 +455,7 @@ def test_a_checkpoint_records_several_files(tmp_path, monkeypatch):
     ):
         refuse = functools.partial(own_model.check_same, may_be_plain=True, otherwise='x')
         assert_refused(functools.partial(refuse, directory, load_own(other)), 'own_model_2.py')
-    moved = module.replace(str(ROTARY.parent), '/gone')
+    moved = module.replace(str(ROTARY), '/gone/rotary.py')
     assert_refused(lambda: own_model.module_of(directory, moved), f'{directory}/own_model_2.py')
     shutil.copy(ROTARY, tmp_path)
     assert own_model.module_of(directory, moved) == f'{GROUPED},prompt_tuning,{tmp_path}/rotary.py'

@@ -1,4 +1,4 @@
-"""An own model: T5 whose query heads share keys and values in groups (grouped-query attention).
+"""T5 whose query heads share keys and values in groups (grouped-query attention).
 
 Adjacent query heads form a group with one head of keys and values. Their kernels are smaller, and so
 are the caches of decoding, in self-attention and in cross attention.
