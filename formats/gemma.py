@@ -74,9 +74,16 @@ FIXED: dict[str, setting.Value] = {
 }
 LAYER_TYPES = ('sliding_attention', 'full_attention')
 FULL_EVERY = {T5GEMMA: 2, T5GEMMA2: 6}  # without layer_types
-# Names of norms, from Flax's to transformers'.
-OF_ENCODER = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim')
-RENAMES = (('cross_attention', 'cross_attn'), ('attention', 'self_attn'), ('ffw', 'feedforward'))
+OF_ENCODER = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'num_kv_heads')  # options encoder_*
+FLAX_ATTENTIONS = {'attn': 'self_attn', 'cross_attn': 'cross_attn'}
+FLAX_NORMS = {
+    'pre_attention_norm': 'pre_self_attn',
+    'post_attention_norm': 'post_self_attn',
+    'pre_cross_attention_norm': 'pre_cross_attn',
+    'post_cross_attention_norm': 'post_cross_attn',
+    'pre_ffw_norm': 'pre_feedforward',
+    'post_ffw_norm': 'post_feedforward',
+}
 
 
 def parameter_names(config: model.T5Config, prefix: str = '') -> dict[str, str]:
@@ -108,14 +115,10 @@ def read(
 
     `settings`: of config.json; `entries`: {transformers' name: array not read yet}. Raises Refused if they disagree.
     """
+    images = [name for name in entries if IMAGES.fullmatch(name)]
     stored = {}
-    for name, entry in entries.items():
-        if not IMAGES.fullmatch(name):
-            stored[PREFIX.sub(r'\2.', name, count=1)] = entry
-    note = ''
-    if len(stored) < len(entries):
-        num_images = len(entries) - len(stored)
-        note = f'{num_images} arrays of images are left out (vision_tower, multi_modal_projector)'
+    for name in entries.keys() - images:
+        stored[PREFIX.sub(r'\2.', name, count=1)] = entries[name]
     is_encoder |= not any(name.startswith('decoder.layers.') for name in stored)
     if is_encoder:
         stored = {name: x for name, x in stored.items() if name.startswith('encoder.')}
@@ -124,14 +127,17 @@ def read(
     table = 'decoder.embed_tokens'
     copies = {}
     if settings['model_type'] == T5GEMMA2:
-        table = 'encoder.embed_tokens'
         for name in ('weight', 'eoi_embedding'):
-            copies[f'decoder.embed_tokens.{name}'] = f'{table}.{name}'
+            copies[f'{table}.{name}'] = f'encoder.embed_tokens.{name}'
+        table = 'encoder.embed_tokens'
     if is_tied:
         copies[f'{LM_HEAD}.weight'] = f'{table}.weight'
     for copy, original in copies.items():
         if copy in stored and not np.array_equal(stored.pop(copy).read(), stored[original].read()):
             raise Refused(f'{copy} differs from {original}, to which it is tied: remove one')
+    note = ''
+    if images:
+        note = f'{len(images)} arrays of images, such as {images[0]}, are left out'
     return _config(settings, stored, is_encoder, is_tied), stored, note
 
 
@@ -150,12 +156,12 @@ def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool)
     num_encoder_layers = of_encoder.pop('num_layers')
     num_decoder_layers = of_decoder.pop('num_layers')
     for name, value in of_decoder.items():
-        if name in (*OF_ENCODER, 'num_kv_heads'):
+        if name in OF_ENCODER:
             options[f'encoder_{name}'] = of_encoder[name] * (of_encoder[name] != value)
         else:
             check_allowed(f'encoder.{name}', of_encoder[name], value, None, (value,))
     config = model.T5Config(
-        **{name: of_decoder.pop(name) for name in ('vocab_size', *OF_ENCODER)},
+        **{name: of_decoder.pop(name) for name in ('vocab_size', *OF_ENCODER[:4])},
         dtype='float32',
         num_encoder_layers=num_encoder_layers,
         num_decoder_layers=num_decoder_layers,
@@ -211,21 +217,18 @@ def layer_types(num_layers: int, full_every: int) -> list[str]:
 def _rope(module: str, given: Mapping) -> dict[str, float]:
     """Return the options of rotary positions, which transformers 4 and 5 write in two forms."""
     rope = given.get('rope_parameters') or {}
-    theta = given.get('rope_theta', 1e4)
-    full = None
+    theta = 'rope_theta'
+    options = {}
     if module == T5GEMMA2:
         full = rope.get('full_attention') or given.get('rope_scaling') or {}
-        rope = rope.get('sliding_attention') or {}
-        theta = given.get('rope_local_base_freq', 1e4)
-    check_allowed('rope_type', rope.get('rope_type', 'default'), '', None, ('default',))
-    options = {'rope_theta': rope.get('rope_theta', theta)}
-    if full is not None:
-        check_allowed(
-            'rope_type', full.get('rope_type', 'default'), '', None, ('default', 'linear')
-        )
+        kind = full.get('rope_type', 'default')
+        check_allowed('rope_type', kind, '', None, ('default', 'linear'))
         options['full_rope_theta'] = full.get('rope_theta', given.get('rope_theta', 1e6))
         options['full_rope_factor'] = full.get('factor', 1.0)
-    return options
+        rope = rope.get('sliding_attention') or {}
+        theta = 'rope_local_base_freq'
+    check_allowed('rope_type', rope.get('rope_type', 'default'), '', None, ('default',))
+    return options | {'rope_theta': rope.get('rope_theta', given.get(theta, 1e4))}
 
 
 def encoder_alone(
@@ -296,44 +299,36 @@ def from_flax(
     A token table of the release has 256,128 rows. Those after `vocab_size`, which belong to no token, are left out.
     """
     entries = {}
-    settings: dict[str, Any] = {'model_type': T5GEMMA}
-    for stack, part in tree.items():
-        table_VD = part['embedder']['input_embedding'][:vocab_size]
-        num_layers = sum(name.startswith('layer_') for name in part)
-        entries[f'{stack}.embed_tokens.weight'] = table_VD
-        entries[f'{stack}.norm.weight'] = part['final_norm']['scale']
-        for i in range(num_layers):
-            layer = part[f'layer_{i}']
-            prefix = f'{stack}.layers.{i}'
-            for norm, of_layer in layer.items():
-                for old, new in RENAMES:
-                    norm = norm.replace(old, new)
-                if 'scale' in of_layer:
-                    name = f'{prefix}.{norm.removesuffix("norm")}layernorm.weight'
-                    entries[name] = of_layer['scale']
-            for theirs, name in (('attn', 'self_attn'), ('cross_attn', 'cross_attn')):
-                einsums = layer.get(theirs, {})
-                for kind, einsum in einsums.items():
-                    w = einsum['w']
-                    if kind == 'attn_vec_einsum':
-                        _, head_dim, emb_dim = w.shape
-                        entries[f'{prefix}.{name}.o_proj.weight'] = w.reshape(-1, emb_dim).T
-                        continue
-                    letters = kind.removesuffix('_einsum')  # q, kv or qkv
-                    for letter, x_NDH in zip(
-                        letters, w.reshape(len(letters), -1, *w.shape[-2:]), strict=True
-                    ):
-                        x_NHD = x_NDH.transpose(0, 2, 1)
-                        entries[f'{prefix}.{name}.{letter}_proj.weight'] = x_NHD.reshape(
-                            -1, x_NHD.shape[2]
-                        )
-            for name, w_DF in zip(('gate', 'up'), layer['mlp']['gating_einsum'], strict=True):
-                if len(w_DF) == emb_dim:  # not so in 9b
-                    w_DF = w_DF.T
-                entries[f'{prefix}.mlp.{name}_proj.weight'] = w_DF
-            entries[f'{prefix}.mlp.down_proj.weight'] = layer['mlp']['linear'].T
-        settings[stack] = {'head_dim': head_dim, 'query_pre_attn_scalar': head_dim}
-    config, stored, _ = read(settings, entries, is_encoder=False)
+    settings: dict[str, Any] = {'model_type': T5GEMMA, 'encoder': {}, 'decoder': {}}
+    for path, x in checkpoint.flatten(tree).items():
+        stack, place, *names = path.split('/')
+        layer = f'{stack}.{place.replace("layer_", "layers.")}'
+        if place == 'embedder':
+            entries[f'{stack}.embed_tokens'] = x[:vocab_size]
+        elif place == 'final_norm':
+            entries[f'{stack}.norm'] = x
+        elif names[-1] == 'scale':
+            entries[f'{layer}.{FLAX_NORMS[names[0]]}_layernorm'] = x
+        elif names[-1] == 'linear':
+            entries[f'{layer}.mlp.down_proj'] = x.T
+        elif names[-1] == 'gating_einsum':
+            if x.shape[1] == len(tree[stack]['final_norm']['scale']):  # not so in 9b
+                x = x.swapaxes(1, 2)
+            entries[f'{layer}.mlp.gate_proj'], entries[f'{layer}.mlp.up_proj'] = x
+        elif names[1] == 'attn_vec_einsum':
+            head_dim = x.shape[1]
+            settings[stack] = {'head_dim': head_dim, 'query_pre_attn_scalar': head_dim}
+            entries[f'{layer}.{FLAX_ATTENTIONS[names[0]]}.o_proj'] = x.reshape(-1, x.shape[2]).T
+        else:
+            letters = names[1].removesuffix('_einsum')  # q, kv or qkv
+            for letter, x_NDH in zip(
+                letters, x.reshape(len(letters), -1, *x.shape[-2:]), strict=True
+            ):
+                x_NHD = x_NDH.swapaxes(1, 2)
+                name = f'{layer}.{FLAX_ATTENTIONS[names[0]]}.{letter}_proj'
+                entries[name] = x_NHD.reshape(-1, x_NHD.shape[2])
+    with_suffix = {f'{name}.weight': x for name, x in entries.items()}
+    config, stored, _ = read(settings, with_suffix, is_encoder=False)
     paths = inverse(parameter_names(config))
     arrays = {}
     for name, x in stored.items():
