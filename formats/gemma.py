@@ -201,6 +201,8 @@ def _stack(module: str, stack: str, given: Mapping, stored: Mapping) -> dict[str
             default = 0.0
         found[ours] = given.get(theirs, default) or 0
         check_allowed(f'{stack}.{theirs}', found[ours], default, None)
+    if found['query_pre_attn_scalar'] == head_dim:
+        found['query_pre_attn_scalar'] = 0
     found['full_every'] = given.get('sliding_window_pattern') or FULL_EVERY[module]
     types = given.get('layer_types') or layer_types(len(numbers), found['full_every'])
     if LAYER_TYPES[True] in types:
@@ -245,13 +247,15 @@ def encoder_alone(
 
 def settings_of(config: model.T5Config) -> dict:
     """Return the content of config.json."""
-    if config.mlp_activations != ('gelu', 'linear') or not config.num_decoder_layers:
+    is_tied = config.logits_via_embedding
+    is_known = config.num_decoder_layers and (is_tied or config.module == T5GEMMA)
+    if config.mlp_activations != ('gelu', 'linear') or not is_known:
         raise Refused(
-            f'mlp_activations={config.mlp_activations}, num_decoder_layers={config.num_decoder_layers}: transformers '
-            f'has no such {config.module}: use --format=t5x'
+            f'mlp_activations={config.mlp_activations}, num_decoder_layers={config.num_decoder_layers}, '
+            f'logits_via_embedding={is_tied}: transformers has no such {config.module}: use --format=t5x'
         )
     common = dict.fromkeys(('dropout_rate', 'attention_dropout'), config.dropout_rate)
-    common['tie_word_embeddings'] = config.logits_via_embedding
+    common['tie_word_embeddings'] = is_tied
     stacks = {}
     of_encoder = config.family.encoder_config(config)
     for stack, c in (('encoder', of_encoder), ('decoder', config)):

@@ -31,14 +31,15 @@ import state_names
 import train
 from configs import base
 from families import lora
-from formats import gemma, own_model
+from formats import gemma, own_model, write_hugging_face
 from formats.names import translate
 from messages import Refused
 from modes import convert
 from prepare import make_spec
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
-GOLDEN = pathlib.Path(__file__).parent.parent / 'golden'
+ROOT = pathlib.Path(__file__).parents[2]
+GOLDEN = ROOT / 'tests/golden'
 # Absolute, as their READMEs say.
 ENCODED = 3e-5
 LOGITS = 1e-4
@@ -499,7 +500,7 @@ def test_flax_arrays(name, is_wide_gate):
         name: options[name] for name in found if 'num' in name or 'dim' in name
     }
     assert (found['attention_cap'], found['window']) == (50.0, 4096)
-    assert found['query_pre_attn_scalar'] == config.head_dim
+    assert found['query_pre_attn_scalar'] == 0
     assert arrays.keys() == model.shapes(config).keys()
     for path, x in arrays.items():
         np.testing.assert_array_equal(x, expected.arrays[path])
@@ -632,3 +633,57 @@ def test_flops(module):
     )
     counted = forward.lower(shapes, batch).compile().cost_analysis()['flops']
     assert 1.0 <= counted / config.family.flops(config, 32, 32) < 1.1
+
+
+# A user's file.
+
+
+def test_a_copy_of_the_file(tmp_path):
+    """It is an own model in any folder."""
+    config = base.get_config().model
+    config.update(
+        emb_dim=16, num_heads=2, head_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1
+    )
+    shapes = {}
+    for module in SIZES:
+        copy = shutil.copy(ROOT / f'families/{module}.py', tmp_path / f'my_{module}.py')
+        config.module = str(copy)
+        shapes[module] = model.shapes(own_model.load(config))
+        config.module = module
+        assert model.shapes(own_model.load(config)) == shapes[module]
+    assert 'encoder/token_embedder/embedding' in shapes['t5gemma']
+    assert 'token_embedder/eoi_embedding' in shapes['t5gemma2']
+
+
+# Against transformers itself.
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize('module', SIZES)
+def test_transformers_computes_what_we_do(module, tmp_path):
+    """It opens what we write. Its encoder's window is a key wider, so no input is longer than T5Gemma's."""
+    torch = pytest.importorskip('torch')
+    transformers = pytest.importorskip('transformers', minversion='5.24')
+    tied = module == 't5gemma2'  # the other case is not in transformers
+    config = config_on((1, 1, 1), module, dropout_rate=0.0, logits_via_embedding=tied)
+    config.model.options.window = 24
+    config = own_model.load(config.model)
+    params = random_params(config)
+    params['token_embedder/embedding'] *= 0.05  # for logits of about 10
+    write_hugging_face.write(tmp_path / 'hf', config, params)
+    theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        tmp_path / 'hf', attn_implementation='eager', dtype=torch.float32
+    ).eval()
+    batch = {name: x for name, x in random_batch(0).items() if name in FEATURES}
+    inputs = torch.tensor(batch['encoder_input_tokens']).long()
+    shifted = np.where(np.arange(16) > 0, batch['decoder_input_tokens'], 2)
+    with torch.no_grad():
+        expected = theirs(
+            input_ids=inputs,
+            attention_mask=(inputs > 0).long(),
+            decoder_input_ids=torch.tensor(shifted).long(),
+        ).logits.numpy()
+    found = infer.T5(config, params, make_mesh(1, 1)).logits(batch)
+    check_logits(found, batch, expected)
+    theirs.save_pretrained(tmp_path / 'again')
+    assert infer.load(tmp_path / 'again').config == config
