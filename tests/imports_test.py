@@ -56,7 +56,7 @@ CORE = {
     'validation': 276,
     'checkpoint': 590,
     'decode': 420,
-    'infer': 420,
+    'infer': 421,
     'messages': 50,
     'paths': 270,
     'randomness': 60,
