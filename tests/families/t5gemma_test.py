@@ -510,6 +510,8 @@ def test_flax_arrays(name, is_wide_gate):
 
 # On a mesh.
 
+# Options, and the width of a head with which Adafactor factors the kernels of keys: see run_config.
+HEAD_DIMS = {'t5gemma': 64, 't5gemma2': 128}
 SIZES = {
     't5gemma': {
         'num_kv_heads': 2,
@@ -517,7 +519,7 @@ SIZES = {
         'encoder_emb_dim': 256,
         'encoder_num_heads': 16,
         'encoder_num_kv_heads': 4,
-        'encoder_head_dim': 8,
+        'encoder_head_dim': 32,
         'encoder_mlp_dim': 384,
     },
     't5gemma2': {'window': 6, 'full_every': 3, 'eoi_id': 7},
@@ -532,8 +534,8 @@ WAYS = [
 
 def config_on(mesh, module, **settings):
     data, fsdp, model_axis = mesh
-    layers = {'num_encoder_layers': 5, 'num_decoder_layers': 4}
-    config = run_config(data, model_axis, fsdp, module=module, **layers, **settings)
+    settings |= {'num_encoder_layers': 5, 'num_decoder_layers': 4, 'head_dim': HEAD_DIMS[module]}
+    config = run_config(data, model_axis, fsdp, module=module, **settings)
     config.model.options.update(SIZES[module])
     config.optimizer.multiply_by_parameter_scale = False  # norms are around 0
     return config
@@ -546,7 +548,11 @@ def take_steps(mesh, module, num_microbatches=1, **settings):
     for seed in range(3):
         state, metrics = train.jit_step(spec)(state, random_batch(seed))
         losses.append(float(metrics['loss']))
-    return losses, jax.device_get(state_names.to_t5x(*state))
+    found = jax.device_get(state_names.to_t5x(*state))
+    for path, x in found.items():
+        if path.startswith('target/') and path.endswith('_norm/scale'):
+            found[path] = 1 + x  # the weight: scales are around 0
+    return losses, found
 
 
 @functools.cache
