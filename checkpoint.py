@@ -15,6 +15,7 @@ A bucket cannot rename: there the index is written last, and a folder without it
 Source: T5X t5x/checkpoints.py, t5x/checkpoint_utils.py; Flax flax/serialization.py for msgpack's extensions.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -22,7 +23,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,21 +44,15 @@ from paths import AnyPath, list_folder
 
 VERSION = 3  # version 2 stores bfloat16 arrays as uint16
 CHUNK_BYTES = 64 * 2**20
-# Shared by all arrays: otherwise each looks for credentials and a region, and logs it. Memory mapping saves a copy
-# of each file.
+# Shared: otherwise each array looks for credentials, and logs it. Memory mapping saves a copy of each file.
 CONTEXT = ts.Context({'file_io_mode': {'mode': 'memmap'}})
-ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory for restoring
+ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory
 TIMEOUT_SECONDS = 600  # wait for another process's next file
 INDEX = 'checkpoint'
 MANIFEST = 'manifest.json'
-# Temporary folders of `Saver`, not a user's backups.
-UNFINISHED = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')
 PARAMETER_PREFIX = 'target/'
 SLOT_PREFIX = 'state/param_states/'
-LFS_POINTER_BYTES = 200  # at most
-# Errors from unpacking damaged content.
-UNPACK_ERRORS = (ValueError, TypeError, KeyError, AttributeError)
-FORMATS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix or a Hugging Face folder'
+UNPACK_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # from damaged content
 ORBAX_REMEDY = "Orbax is not read: save with T5X's use_orbax=False"
 Shapes = dict[str, tuple[int, ...]]
 
@@ -100,11 +95,12 @@ class Saver:
     dtype: str = ''  # for saved parameters; '': their own
     # Deletes old checkpoints: called in the first process, after each save.
     prune: Callable[[], None] = lambda: None
+    num_threads: int = ARRAYS_IN_FLIGHT
 
     def __post_init__(self) -> None:
         self.workdir = paths.to_path(self.folder)
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
-        self._pool = futures.ThreadPoolExecutor(ARRAYS_IN_FLIGHT)
+        self._pool = futures.ThreadPoolExecutor(self.num_threads)
         self._saving: futures.Future | None = None
         # Names the temporary folder: the same in all processes, another one in every save.
         self._stamp = int(multihost_utils.broadcast_one_to_all(np.int32(time.time() % 2**31)))
@@ -127,18 +123,13 @@ class Saver:
         if isinstance(final, Path):
             tmp = final.with_name(f'{final.name}.tmp-{self._stamp}')
         index = _make_index(tree, self.dtype)
-        packed = msgpack.packb({'version': VERSION, 'optimizer': unflatten(index)})
         specs = {path: index[path] for path in tree if isinstance(index[path], dict)}
-        leaves = [tree[path] for path in specs]
-        shards = list(self._pool.map(_copy_shards, leaves, specs.values()))
-        write = functools.partial(_write_array, tmp)
-        written: Iterator[dict[str, Checksum]]
-        if all(isinstance(leaf, IN_MEMORY) for leaf in leaves):
-            # All are queued now; an interpreter that exits drains the queue first.
-            written = self._pool.map(write, specs.values(), shards)
-        else:  # one after another in `_commit`, to save memory
-            written = map(write, specs.values(), shards)
-        self._saving = self._pool.submit(self._commit, step, tmp, written, files, packed)
+        shards = list(self._pool.map(_copy_shards, [tree[path] for path in specs], specs.values()))
+        # All are queued now; an interpreter that exits drains the queue first.
+        written = self._pool.map(functools.partial(_write_array, tmp), specs.values(), shards)
+        packed = msgpack.packb({'version': VERSION, 'optimizer': unflatten(index)})
+        files = {**files, INDEX: packed}  # written in this order
+        self._saving = self._pool.submit(self._commit, step, tmp, written, files)
 
     def check(self) -> None:
         """Raise the OSError of a save that failed, without waiting."""
@@ -158,43 +149,35 @@ class Saver:
         self._pool.shutdown(cancel_futures=True)
 
     def _commit(
-        self,
-        step: int,
-        tmp: AnyPath,
-        written: Iterable[dict[str, Checksum]],
-        files: Mapping[str, bytes],
-        index: bytes,
+        self, step: int, tmp: AnyPath, written: Iterable[Mapping], files: Mapping[str, bytes]
     ) -> None:
-        """Finish a save: wait for the arrays, write `files`, the manifest and the index, rename `tmp`.
+        """Finish a save: wait for the arrays, write the manifest and `files`, rename `tmp`.
 
         Runs in a thread. The processes meet through files, because JAX's collectives belong to the training steps.
         """
         final = self.workdir / f'checkpoint_{step}'
+        parts = [tmp / f'part-{self._stamp}-{i}' for i in range(jax.process_count())]
         try:
             if isinstance(tmp, Path):
                 tmp.mkdir(parents=True, exist_ok=True)
             checksums: dict[str, Checksum] = {}
             for arrays in written:
                 checksums |= arrays
-            part = tmp / f'part-{self._stamp}-{jax.process_index()}'
-            paths.replace_file(part, json.dumps(checksums).encode())
+            paths.replace_file(parts[jax.process_index()], json.dumps(checksums).encode())
             if jax.process_index() > 0:
                 _await([commit_of(final)], tmp)
                 return
-            parts = [tmp / f'part-{self._stamp}-{i}' for i in range(jax.process_count())]
             _await(parts, tmp)
             for part in parts:
                 checksums |= json.loads(part.read_bytes())
                 part.unlink()
-            for name, content in {**files, INDEX: index}.items():
+            for name, content in files.items():
                 checksums[name] = Checksum(len(content), google_crc32c.value(content))
-            manifest = pack_manifest(step, checksums)
-            for name, content in {**files, MANIFEST: manifest, INDEX: index}.items():
+            for name, content in {MANIFEST: pack_manifest(step, checksums), **files}.items():
                 paths.replace_file(tmp / name, content)
             if isinstance(tmp, Path):
-                for path in tmp.iterdir():  # TensorStore has synced the chunks in them
+                for path in (*tmp.iterdir(), tmp):  # TensorStore has synced the chunks
                     _sync(path)
-                _sync(tmp)
                 tmp.rename(final)
                 _sync(tmp.parent)
         except (OSError, ValueError) as error:  # TensorStore's errors are ValueErrors
@@ -218,13 +201,13 @@ def delete(directory: AnyPath) -> None:
 def save(
     workdir: str | AnyPath, step: int, tree: Mapping, files: Mapping[str, bytes] = {}
 ) -> AnyPath:
-    """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it, or nothing; return its path."""
-    saver = Saver(workdir)
-    try:
+    """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it, or nothing; return its path.
+
+    One array after another, to save memory.
+    """
+    with contextlib.closing(Saver(workdir, num_threads=1)) as saver:
         saver.save(step, tree, files)
         saver.wait()
-    finally:
-        saver.close()
     return saver.workdir / f'checkpoint_{step}'
 
 
@@ -283,15 +266,13 @@ class Shard(NamedTuple):
 def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
     """Return copies of this process's shards, in the dtype of `spec`; a LazyArray is not copied."""
     dtype = np.dtype(spec['dtype'])  # jax registers 'bfloat16' with numpy
-    shards = []
     if isinstance(leaf, jax.Array):
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:  # one replica writes
-                shards.append(Shard(shard.index, np.array(shard.data, dtype)))
-    elif jax.process_index() == 0:
-        data = np.array(leaf, dtype) if isinstance(leaf, IN_MEMORY) else leaf
-        shards.append(Shard((slice(None),) * len(leaf.shape), data))
-    return shards
+        own = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        return [Shard(shard.index, np.array(shard.data, dtype)) for shard in own]
+    if jax.process_index() > 0:
+        return []
+    data = np.array(leaf, dtype) if isinstance(leaf, IN_MEMORY) else leaf
+    return [Shard((slice(None),) * len(leaf.shape), data)]
 
 
 def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> dict[str, Checksum]:
@@ -302,15 +283,11 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
     writes = [store[shard.slices].write(read_leaf(shard.data)) for shard in shards]
     for write in writes:
         write.result()
-    names = []
-    if jax.process_index() == 0:
-        names.append('.zarray')
-    metadata = spec['metadata']
+    chunks = spec['metadata']['chunks']
+    names = ['.zarray']
     for shard in shards:
         numbers = []  # chunk numbers, in each dimension
-        for part, size, chunk in zip(
-            shard.slices, metadata['shape'], metadata['chunks'], strict=True
-        ):
+        for part, size, chunk in zip(shard.slices, store.shape, chunks, strict=True):
             start, stop, _ = part.indices(size)
             numbers.append(range(start // chunk, math.ceil(stop / chunk)))
         for position in itertools.product(*numbers):
@@ -320,19 +297,17 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
 
 def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
     """Wait until all `files` exist. Raise TimeoutError if `directory` gets no new file for long."""
-    count = -1
-    deadline = 0.0
+    known: list[AnyPath] = []
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         missing = [file for file in files if not file.exists()]
         if not missing:
             return
-        try:
-            new_count = sum(1 for _ in directory.glob('**/*'))
-        except FileNotFoundError:  # renamed meanwhile
-            continue
-        if new_count != count:
-            count = new_count
-            deadline = time.monotonic() + TIMEOUT_SECONDS
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            found = list(directory.glob('**/*'))
+            if len(found) != len(known):
+                known = found
+                deadline = time.monotonic() + TIMEOUT_SECONDS
         if time.monotonic() > deadline:
             raise TimeoutError(f'{missing[0]} is missing after {TIMEOUT_SECONDS} s')
         time.sleep(0.1 if isinstance(directory, Path) else 1.0)
@@ -375,9 +350,7 @@ def restore(
     array. Parameters are cast to `dtype` if given. Refuses a damaged array; warns of parameters with NaN
     or infinity.
     """
-    index = source
-    if not isinstance(index, Mapping):
-        index = read_index(index)
+    index = source if isinstance(source, Mapping) else read_index(source)
     num_threads = ARRAYS_IN_FLIGHT
     if not all(isinstance(leaf, (*IN_MEMORY, ZarrEntry)) for leaf in index.values()):
         num_threads = 1  # other formats read unsplit arrays: one at a time bounds the memory
@@ -413,22 +386,15 @@ def restore(
     with futures.ThreadPoolExecutor(num_threads) as pool:
         arrays = dict(zip(ordered, pool.map(restore_leaf, ordered), strict=True))
     if not_finite:
-        logging.warning(
-            f'NaN or infinity in {first_ten(sorted(not_finite))}: its answers are wrong'
-        )
+        names = first_ten(sorted(not_finite))
+        logging.warning(f'NaN or infinity in {names}: its answers are wrong')
     return {path: arrays[path] for path in index}
 
 
 def read_index(path: str | AnyPath) -> dict[str, Leaf]:
     """Return {path: numpy array or LazyArray} of a folder or index in T5X's native layout; refuse others."""
-    folder = paths.to_path(path)
-    file = folder / INDEX
-    if paths.is_file(folder):
-        file = folder
-        folder = file.parent
-    elif not paths.is_file(file):
-        held = first_ten(sorted(file.name for file in list_folder(folder))) or 'nothing'
-        raise Refused(f'{folder} has no checkpoint (it holds {held}): name {FORMATS}')
+    path = paths.to_path(path)
+    file = path if paths.is_file(path) else path / INDEX
     content = paths.own_file(file).read_bytes()
 
     def leaf_of_map(node: dict) -> 'dict | ZarrEntry':
@@ -436,7 +402,7 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
             return node
         # TensorStore before 0.1.14 put the name at the top level.
         name = str(node['kvstore'].get('path') or node.get('path'))
-        return ZarrEntry(folder / name, node)
+        return ZarrEntry(file.parent / name, node)
 
     def array_of_extension(code: int, payload: bytes) -> NDArray:
         shape, dtype, content = msgpack.unpackb(payload)
@@ -445,16 +411,14 @@ def read_index(path: str | AnyPath) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     try:
         top = msgpack.unpackb(content, object_hook=leaf_of_map, ext_hook=array_of_extension)
-        version = top.get('version', 0)
-        if version not in (2, VERSION):
-            raise Refused(f'its version is {version}')
-        for name, leaf in flatten(top.get('optimizer', {})).items():
-            if isinstance(leaf, ZarrEntry):
-                leaves[name] = leaf
-            elif leaf is not None:  # nil: a parameter without optimizer state
-                leaves[name] = np.asarray(leaf)
+        if top.get('version') not in (2, VERSION):
+            raise Refused(f'its version is {top.get("version")}')
+        # JAX leaves out nil, a parameter without optimizer state.
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(top.get('optimizer', {})):
+            name = jax.tree_util.keystr(keys, simple=True, separator='/')
+            leaves[name] = leaf if isinstance(leaf, ZarrEntry) else np.asarray(leaf)
     except UNPACK_ERRORS as error:
-        rule = f'name {FORMATS}; {ORBAX_REMEDY}'
+        rule = f'name a checkpoint; {ORBAX_REMEDY}'
         raise Refused(f'{file} is not a T5X index ({error}): {rule}') from error
     return leaves
 
@@ -482,21 +446,20 @@ class ZarrEntry:
 
         Only name, shape and dtype of the spec count: .zarray alone is right about chunks and compressor.
         """
-        for file, size in paths.sizes_in(self.folder).items():
-            if size < LFS_POINTER_BYTES:
-                paths.own_file(file)
+        if isinstance(self.folder, Path):
+            for file in paths.list_folder(self.folder):
+                if file.stat().st_size < 200:  # may be a pointer of git-lfs, which this refuses
+                    paths.own_file(file)
         stored = {
             'driver': 'zarr',
             'kvstore': paths.to_kvstore(self.folder),
             'fill_missing_data_reads': False,  # a lost chunk is an error, not zeros
         }
         array = self.result_of(ts.open(stored, context=CONTEXT))
-        dtype = self.spec.get('dtype', array.dtype.name)  # old specs have none
-        is_told = array.shape == self.shape and array.dtype.name == dtype
-        if not is_told or dtype == 'uint16':  # T5X refuses uint16, too
-            raise Refused(
-                f'{self.folder} has {array.dtype.name} {array.shape}, not {dtype} {self.shape}: copy it again'
-            )
+        found = (array.dtype.name, array.shape)
+        told = (self.spec.get('dtype', array.dtype.name), self.shape)  # old specs have no dtype
+        if found != told or 'uint16' in found:  # T5X refuses uint16, too
+            raise Refused(f'{self.folder} has {found}, not {told}: copy it again')
         return array
 
     def result_of(self, future: ts.Future[T]) -> T:
@@ -525,8 +488,8 @@ def unfinished(workdir: AnyPath) -> list[AnyPath]:
     """Return the folders that interrupted saves and deletions left in a workdir."""
     if not isinstance(workdir, Path):
         return [x for x in step_folders(workdir).values() if not commit_of(x).exists()]
-    folders = workdir.glob('checkpoint_*.tmp-*/')
-    return [x for x in folders if UNFINISHED.fullmatch(x.name) and not x.is_symlink()]
+    ours = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')  # others are a user's backups
+    return [x for x in workdir.glob('*/') if ours.fullmatch(x.name) and not x.is_symlink()]
 
 
 def step_folders(workdir: AnyPath) -> dict[int, AnyPath]:
@@ -560,17 +523,6 @@ def parameters(tree: Mapping[str, T]) -> dict[str, T]:
 
 def shapes(tree: Mapping) -> Shapes:
     return {path: tuple(np.shape(leaf)) for path, leaf in tree.items()}
-
-
-def flatten(tree: Mapping, prefix: str = '') -> dict:
-    """Return {'a/b': leaf} of nested dicts."""
-    flat: dict = {}
-    for name, node in tree.items():
-        if isinstance(node, dict):
-            flat |= flatten(node, f'{prefix}{name}/')
-        else:
-            flat[f'{prefix}{name}'] = node
-    return flat
 
 
 def unflatten(flat: Mapping) -> dict:

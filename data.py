@@ -24,6 +24,7 @@ MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # a longer document gives one chunk of this length, as in T5
 MIN_LENGTH = 3  # inputs and targets hold a token, a sentinel and EOS
 Pair = tuple[NDArray, NDArray]  # inputs and targets
+Records = Sequence[Mapping[str, NDArray]]  # {feature: ids without EOS, 'weight' if set} of each
 
 
 class Example(NamedTuple):
@@ -47,13 +48,11 @@ class Objective(Protocol):
     records_per_group: int  # records that it takes at once
     num_sentinels: int  # sentinels that its spans need, from <extra_id_0> on
 
-    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
+    def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
         """Take config.data. Raise Refused for settings that do not fit the objective."""
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
-    ) -> list[Example]:
-        """Make examples of named records, {feature: ids without EOS, 'weight' if set}, random by `key`."""
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
+        """Make examples of named records, random by `key`."""
 
 
 class TextToText:
@@ -63,13 +62,11 @@ class TextToText:
     records_per_group = 16
     num_sentinels = 0
 
-    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
-        self.lengths = config.lengths
+    def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
+        self.lengths = data_group.lengths
         self.eos = np.array([vocabulary.eos_id], np.int32)
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
-    ) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         max_inputs = self.lengths.inputs
         max_targets = self.lengths.targets
         examples = []
@@ -107,33 +104,48 @@ class Denoising:
     min_inputs_length = MIN_LENGTH
     num_sentinels = 0
 
-    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
-        self.lengths = config.lengths
+    def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
+        self.lengths = data_group.lengths
         self.vocabulary_size = vocabulary.size
         self.eos = np.array([vocabulary.eos_id], np.int32)
         self.sentinel_ids = vocabulary.sentinel_ids
-        self.noise_density = config.noise_density
+        self.noise_density = data_group.noise_density
         self.raw_length = self.lengths.inputs - 1  # ids that fill a row
-        if config.concatenate != 'auto':
-            self.concatenates = config.concatenate == 'yes'
+        if data_group.concatenate != 'auto':
+            self.concatenates = data_group.concatenate == 'yes'
         length = self.lengths.inputs
         if length < self.min_inputs_length:
             raise Refused(f'data.lengths.inputs={length}: use {self.min_inputs_length} or more')
-        self.set_lengths(config, vocabulary)
+        self.set_lengths(data_group, vocabulary)
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         """Set `num_sentinels` and `raw_length` if the defaults do not fit. Raise Refused for settings that cannot."""
 
     def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
         """Return inputs and targets, without EOS, of raw ids, all int32 [rows, length]; DROPPED marks gaps."""
         raise NotImplementedError('write corrupt, as SpanCorruption does')
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, NDArray]], *key: int | str
-    ) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         documents = join_documents(names, records, *key)
         rows = split_tokens(self.text_ends(documents), itertools.repeat(self.raw_length))
-        return corrupt_rows(documents, rows, self.corrupt, self.lengths, self.eos, *key)
+        return self.corrupt_rows(documents, rows, self.corrupt, *key)
+
+    def corrupt_rows(
+        self, documents: 'Documents', rows: NDArray, corrupt: Callable, *key: int | str
+    ) -> list[Example]:
+        """Return the examples of rows, int [rows, 2]; `corrupt` takes all rows of one length at once."""
+        examples: list[Example] = []
+        row_lengths = rows[:, 1] - rows[:, 0]
+        for length in np.unique(row_lengths)[::-1]:
+            equal_rows = rows[row_lengths == length]
+            raw_ids = sliding_window_view(documents.ids, length)[equal_rows[:, 0]]
+            inputs, targets = corrupt(raw_ids, *key)
+            all_inputs = append_eos_after_trim(inputs, self.lengths.inputs, self.eos)
+            all_targets = append_eos_after_trim(targets, self.lengths.targets, self.eos)
+            names = documents.names_of(equal_rows)
+            is_trimmed = np.count_nonzero(targets != DROPPED, axis=1) >= self.lengths.targets
+            examples += map(Example, all_inputs, all_targets, names, is_trimmed.tolist())
+        return examples
 
     def text_ends(self, documents: 'Documents') -> list[int]:
         """Return the ends of the texts to cut into rows: all documents joined, or each."""
@@ -149,9 +161,9 @@ class Denoising:
 
     def check_sentinels(self, num_spans: int, vocabulary: Vocabulary) -> None:
         if vocabulary.num_sentinels < num_spans:
-            is_there = f'data.extra_ids={vocabulary.num_extra_ids}, data.lengths.inputs={self.lengths.inputs}'
             raise Refused(
-                f'{is_there}: {num_spans} sentinels are needed: use more, or shorter inputs'
+                f'data.extra_ids={vocabulary.num_extra_ids}, data.lengths.inputs={self.lengths.inputs}: {num_spans} '
+                'sentinels are needed: use more, or shorter inputs'
             )
 
 
@@ -161,16 +173,14 @@ class SpanCorruption(Denoising):
     Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py span_corruption.
     """
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
-        self.mean_span_length = config.mean_noise_span_length
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
+        self.mean_span_length = data_group.mean_noise_span_length
         self.raw_length, targets_length = random_spans_helper(
             self.lengths.inputs, self.noise_density, self.mean_span_length
         )
         _, self.num_sentinels = num_noise_tokens_and_spans(
             self.raw_length, self.noise_density, self.mean_span_length
         )
-        if self.raw_length >= MAX_RAW_LENGTH:
-            raise Refused(f'data.noise_density={self.noise_density} gives too long rows: lower it')
         self.check_targets(max(targets_length, MIN_LENGTH))
         self.check_sentinels(self.num_sentinels, vocabulary)
 
@@ -179,30 +189,6 @@ class SpanCorruption(Denoising):
             raw_ids.shape, self.noise_density, self.mean_span_length, *key
         )
         return mark_spans(raw_ids, mask, self.sentinel_ids)
-
-
-def corrupt_rows(
-    documents: 'Documents',
-    rows: NDArray,
-    corrupt: Callable,
-    lengths: ConfigDict,
-    eos: NDArray,
-    *key: int | str,
-) -> list[Example]:
-    """Return the examples of rows, int [rows, 2]; `corrupt` takes all rows of one length at once."""
-    examples = []
-    row_lengths = rows[:, 1] - rows[:, 0]
-    for length in np.unique(row_lengths)[::-1]:
-        equal_rows = rows[row_lengths == length]
-        raw_ids = sliding_window_view(documents.ids, length)[equal_rows[:, 0]]
-        inputs, targets = corrupt(raw_ids, *key)
-        all_inputs = append_eos_after_trim(inputs, lengths.inputs, eos)
-        all_targets = append_eos_after_trim(targets, lengths.targets, eos)
-        names = documents.names_of(equal_rows)
-        is_trimmed = np.count_nonzero(targets != DROPPED, axis=1) >= lengths.targets
-        for parts in zip(all_inputs, all_targets, names, is_trimmed.tolist(), strict=True):
-            examples.append(Example(*parts))
-    return examples
 
 
 def mark_spans(raw_ids: NDArray, mask: NDArray, sentinel_ids: NDArray) -> Pair:
@@ -223,16 +209,12 @@ class Documents(NamedTuple):
 
     def names_of(self, rows: NDArray) -> list[list[str]]:
         """Return the names of the documents in each row, int [rows, 2]: its begin and end."""
-        first = np.searchsorted(self.ends, rows[:, 0], side='right').tolist()
-        last = np.searchsorted(self.ends, rows[:, 1] - 1, side='right').tolist()
+        first, last = np.searchsorted(self.ends, rows - [0, 1], side='right').T.tolist()
         return [self.names[i : j + 1] for i, j in zip(first, last, strict=True)]
 
 
 def join_documents(
-    names: Sequence[str],
-    records: Sequence[Mapping[str, NDArray]],
-    *key: int | str,
-    eos: NDArray | None = None,
+    names: Sequence[str], records: Records, *key: int | str, eos: NDArray | None = None
 ) -> Documents:
     """Join the targets of the records that have any, each followed by `eos`, if any.
 
@@ -398,12 +380,7 @@ def pack_tightly(sizes: NDArray, limits: NDArray) -> list[list[int]]:
     return rows
 
 
-# The values of data.pack.
-PACKINGS: dict[str, Callable[[NDArray, NDArray], list[list[int]]] | None] = {
-    'no': None,
-    'greedily': pack_greedily,
-    'tightly': pack_tightly,
-}
+PACKINGS = {'no': None, 'greedily': pack_greedily, 'tightly': pack_tightly}  # for data.pack
 
 
 def encoder_decoder(
@@ -424,10 +401,9 @@ def encoder_decoder(
     is_target = targets.ids != PAD_ID
     loss_weights = is_target.astype(np.int32)
     if has_weights:
-        of_segments = np.zeros((len(rows), 1 + max(map(len, rows), default=0)), np.float32)
-        for i, row in enumerate(rows):
-            of_segments[i, 1 : 1 + len(row)] = [example.weight for example in row]
-        loss_weights = is_target * np.take_along_axis(of_segments, targets.segment_ids, axis=1)
+        loss_weights = is_target.astype(np.float32)
+        for row, weights, segment_ids in zip(rows, loss_weights, targets.segment_ids, strict=True):
+            weights *= np.array([0, *[x.weight for x in row]], np.float32)[segment_ids]
     # batch_crc32 hashes the features in this order.
     batch = {
         'encoder_input_tokens': inputs.ids,
@@ -445,9 +421,9 @@ def encoder_decoder(
     return batch
 
 
-def feature_lengths(config: ConfigDict) -> dict[str, int]:
+def feature_lengths(data_group: ConfigDict) -> dict[str, int]:
     """Return {feature of a training batch: length} for config.data."""
-    empty = encoder_decoder([], config.lengths, PACKINGS[config.pack] is not None)
+    empty = encoder_decoder([], data_group.lengths, PACKINGS[data_group.pack] is not None)
     return {name: x.shape[1] for name, x in empty.items()}
 
 
@@ -465,21 +441,15 @@ def fill(rows: Sequence[Sequence[Example]], feature: str, length: int) -> Packed
     Differs from T5X if an example has no ids of this feature: its number is left out, so segments of
     inputs and targets stay aligned.
     """
-    examples: list[NDArray] = []
-    segments: list[int] = []
-    row_sizes = np.zeros(len(rows), np.int32)
-    for i, row in enumerate(rows):
-        of_row = [getattr(example, feature) for example in row]
-        examples += of_row
-        segments += range(1, len(row) + 1)
-        row_sizes[i] = sum(map(len, of_row))
-    sizes = np.array(list(map(len, examples)), np.int32)
-    ends = np.cumsum(sizes, dtype=np.int32)
-    is_filled = np.arange(length) < row_sizes[:, None]
     packed = PackedRows(*np.zeros((3, len(rows), length), np.int32))
-    if examples:
-        packed.ids[is_filled] = np.concatenate(examples)
-        packed.segment_ids[is_filled] = np.repeat(np.array(segments, np.int32), sizes)
-        count = np.arange(ends[-1], dtype=np.int32)
-        packed.positions[is_filled] = count - np.repeat(ends - sizes, sizes)
+    count = np.arange(length, dtype=np.int32)
+    for row, ids, segment_ids, positions in zip(rows, *packed, strict=True):
+        begin = 0
+        for segment, example in enumerate(row, start=1):
+            added = getattr(example, feature)
+            end = begin + len(added)
+            ids[begin:end] = added
+            segment_ids[begin:end] = segment
+            positions[begin:end] = count[: len(added)]
+            begin = end
     return packed

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import kernels
+import loss
 import partition
 
 EOS_ID = 1  # T5's
@@ -47,7 +49,7 @@ class SampleState(NamedTuple, Generic[C]):
 
 def most_likely(logits_rv: jax.Array, position: jax.Array) -> jax.Array:
     """Choose the token with the largest logit; the lowest id wins a tie."""
-    return partition.argmax(logits_rv, 'model')
+    return loss.argmax(logits_rv)
 
 
 def random_tokens(
@@ -70,9 +72,8 @@ def random_tokens(
         vocab_size = lax.psum(logits_rv.shape[1], 'model')
         noise_rV = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))(keys)
         noisy_rv = scaled_rv + partition.own_slice(noise_rV, 'model', 1)
-        random_r = partition.argmax(noisy_rv, 'model')
-        is_random_r = temperature_r > MIN_TEMPERATURE
-        return jnp.where(is_random_r, random_r, partition.argmax(logits_rv, 'model'))
+        is_random_r1 = (temperature_r > MIN_TEMPERATURE)[:, None]
+        return loss.argmax(jnp.where(is_random_r1, noisy_rv, logits_rv))
 
     return choose
 
@@ -98,8 +99,7 @@ def sample(
         logits_rv, cache = step(state.tokens_r, state.cache)
         filtered_rv = filtered(filters, logits_rv, state.output_rT, state.position)
         chosen_r = choose(filtered_rv, state.position)
-        logit_r = partition.take(logits_rv, chosen_r, 'model')
-        log_probs_r = logit_r - partition.logsumexp(logits_rv, 'model')
+        nats_r, _ = loss.cross_entropy(logits_rv, chosen_r)
         forced_r = prompt_rT[:, state.position]
         is_free_r = forced_r == 0
         tokens_r = jnp.where(is_free_r, chosen_r, forced_r)
@@ -110,7 +110,7 @@ def sample(
             running_r=state.running_r & ~has_ended_r & (state.position + 1 < lengths_r),
             tokens_r=tokens_r,
             output_rT=state.output_rT.at[:, state.position].set(tokens_r),
-            scores_r=state.scores_r + jnp.where(state.running_r & is_free_r, log_probs_r, 0.0),
+            scores_r=state.scores_r + jnp.where(state.running_r & is_free_r, -nats_r, 0.0),
             cache=cache,
         )
 
@@ -169,13 +169,13 @@ def beam_search(
 
     def next_state(state: BeamState[C]) -> BeamState[C]:
         logits_rv, cache = step(state.tokens_bn.reshape(-1), state.cache)
-        normalizer_r1 = partition.logsumexp(logits_rv, 'model')[:, None]
+        normalizer_r1 = loss.logsumexp(logits_rv)[:, None]
         if filters:
             live_rT = state.live_bnT.reshape(-1, length)
             logits_rv = filtered(filters, logits_rv - normalizer_r1, live_rT, state.position)
             normalizer_r1 = jnp.zeros_like(normalizer_r1)
         # The best continuations of each beam, then those of each example, the best first.
-        best_rk, tokens_rk = partition.top_k(logits_rv, num_candidates, 'model')
+        best_rk, tokens_rk = top_k(logits_rv, num_candidates)
         best_rk = best_rk - normalizer_r1 + state.live_log_probs_bn.reshape(-1, 1)
         num_best = best_rk.shape[1]  # fewer than 2 * n if the vocabulary is small
         log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
@@ -269,6 +269,17 @@ def best_last(scores: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
     return best[:, ::-1], index[:, ::-1]
 
 
+def top_k(logits_rv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Return the k largest logits of each row, or all, in `lax.top_k`'s order, and their ids, both [r, k]."""
+    own_rk, ids_rk = kernels.top_k(logits_rv, min(k, logits_rv.shape[1]))
+    ids_rk = ids_rk + lax.axis_index('model') * logits_rv.shape[1]
+    all_rk = lax.all_gather(own_rk, 'model', axis=1, tiled=True, to='invarying')
+    ids_rk = lax.all_gather(ids_rk, 'model', axis=1, tiled=True, to='invarying')
+    # Equal logits are ordered by id here, and lax.top_k takes the first.
+    best_rk, index_rk = lax.top_k(all_rk, min(k, all_rk.shape[1]))
+    return best_rk, pick(ids_rk, index_rk)
+
+
 def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
     """Return x[b, index[b, n], ...]."""
     index = index_bn.reshape(*index_bn.shape, *[1] * (x.ndim - 2))
@@ -282,42 +293,39 @@ def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 
     most likely token's probability. 0 keeps all.
     """
     if top_k:
-        lowest_r1 = largest_threshold(logits_rv, jnp.ones_like(logits_rv, jnp.int32), top_k)
-        logits_rv = jnp.where(logits_rv >= lowest_r1, logits_rv, MASKED)
+        is_kept_rv = are_largest(logits_rv, jnp.ones_like(logits_rv, jnp.int32), top_k)
+        logits_rv = jnp.where(is_kept_rv, logits_rv, MASKED)
     if top_p:
-        probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
-        lowest_r1 = largest_threshold(probs_rv, probs_rv, top_p)
-        logits_rv = jnp.where(probs_rv >= lowest_r1, logits_rv, MASKED)
+        probs_rv = jnp.exp(logits_rv - loss.logsumexp(logits_rv)[:, None])
+        logits_rv = jnp.where(are_largest(probs_rv, probs_rv, top_p), logits_rv, MASKED)
     if min_p:
-        probs_rv = jnp.exp(logits_rv - partition.logsumexp(logits_rv, 'model')[:, None])
+        probs_rv = jnp.exp(logits_rv - loss.logsumexp(logits_rv)[:, None])
         largest_r1 = lax.pmax(probs_rv.max(axis=1, keepdims=True), 'model')
         logits_rv = jnp.where(probs_rv >= min_p * largest_r1, logits_rv, MASKED)
     return logits_rv
 
 
-def largest_threshold(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> jax.Array:
-    """Return the largest float32 of each row, [r, 1], such that the x >= it weigh `enough`; -inf if none do.
+def are_largest(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> jax.Array:
+    """Return whether each x reaches its row's highest threshold above which the weights sum to `enough`, bool [r, v].
 
-    Bisecting its bits takes 32 sums over the split vocabulary, and no sorting (T5X t5x/binary_search.py).
+    All do if there is none. Bisecting the bits of a threshold takes 32 sums over the split vocabulary, and no sorting (T5X t5x/binary_search.py).
     """
+    # Integers in the order of the floats: the bits of negative ones run backwards.
+    bits_rv = lax.bitcast_convert_type(x_rv, jnp.int32)
+    order_rv = jnp.where(bits_rv < 0, bits_rv ^ 0x7FFFFFFF, bits_rv)
 
-    def as_float(ordered_r1: jax.Array) -> jax.Array:
-        # Ordered by their bits as integers, negative floats run backwards.
-        bits_r1 = jnp.where(ordered_r1 < 0, ordered_r1 ^ 0x7FFFFFFF, ordered_r1)
-        return lax.bitcast_convert_type(bits_r1, jnp.float32)
-
-    def next_bit(i: jax.Array, ordered_r1: jax.Array) -> jax.Array:
+    def next_bit(i: jax.Array, threshold_r1: jax.Array) -> jax.Array:
         # The first bit is the sign: added to the smallest integer, it gives 0.
-        higher_r1 = ordered_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
-        kept_rv = jnp.where(x_rv >= as_float(higher_r1), weights_rv, 0)
+        higher_r1 = threshold_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
+        kept_rv = jnp.where(order_rv >= higher_r1, weights_rv, 0)
         sum_r1 = partition.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
-        return jnp.where(sum_r1 >= enough, higher_r1, ordered_r1)
+        return jnp.where(sum_r1 >= enough, higher_r1, threshold_r1)
 
-    max_r1 = lax.pmax(x_rv.max(axis=1, keepdims=True), 'model')
-    smallest_r1 = jnp.full_like(max_r1, jnp.iinfo(jnp.int32).min, dtype=jnp.int32)
-    threshold_r1 = as_float(lax.fori_loop(0, 32, next_bit, smallest_r1))
+    largest_r1 = lax.pmax(order_rv.max(axis=1, keepdims=True), 'model')
+    smallest_r1 = jnp.full_like(largest_r1, jnp.iinfo(jnp.int32).min)
+    threshold_r1 = lax.fori_loop(0, 32, next_bit, smallest_r1)
     partition.check_summed('the threshold', threshold_r1, ('model',))
-    return jnp.where(jnp.isnan(threshold_r1), -jnp.inf, threshold_r1)
+    return order_rv >= threshold_r1
 
 
 def filtered(
@@ -404,11 +412,8 @@ def reorder_beams(cache: Cache, parents_bn: jax.Array) -> Cache:
 
 def add_writers(cache: Cache) -> Cache:
     """Mark each beam as the writer of the next position of its sequence."""
-    num_beams = cache.writers_gnM.shape[1]
-    beams_n = jnp.arange(num_beams, dtype=jnp.int32)
-    own_gn1 = jnp.zeros_like(cache.writers_gnM[:, :, :1]) + beams_n[None, :, None]
-    writers_gnM = lax.dynamic_update_slice_in_dim(cache.writers_gnM, own_gn1, cache.length, axis=2)
-    return cache._replace(writers_gnM=writers_gnM)
+    beams_1n = jnp.arange(cache.writers_gnM.shape[1], dtype=jnp.int32)[None]
+    return cache._replace(writers_gnM=cache.writers_gnM.at[:, :, cache.length].set(beams_1n))
 
 
 def read_mask(cache: Cache) -> jax.Array:

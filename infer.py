@@ -3,7 +3,7 @@
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
-The modes and the task metrics pass tokenized examples to `in_batches`.
+The modes and the task metrics pass tokenized questions to `in_batches`.
 Source: T5X t5x/models.py.
 """
 
@@ -28,7 +28,7 @@ import kernels
 import model
 import partition
 from answers import programs, words
-from answers.batches import Answer, Example, Ids, in_batches, next_size, padded_rows
+from answers.batches import Answer, Ids, Question, in_batches, next_size, padded_rows
 from answers.options import OPTIONS, Decoding
 from answers.words import Array, Inputs, Prompts, are_texts, check_one_each
 from configs import check
@@ -168,8 +168,8 @@ class T5:
         of_inputs = self._ids('inputs', inputs)
         of_targets = self._ids('targets', targets)
         check_one_each('targets', of_targets, of_inputs)
-        examples = [Example(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
-        return np.concatenate(list(score_batch(self, examples)))
+        questions = [Question(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
+        return np.concatenate(list(score_batch(self, questions)))
 
     def encode(
         self, inputs: Inputs, *, trim: bool = False, batch_size: int = 32
@@ -183,9 +183,9 @@ class T5:
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         emb_dim = self.config.family.encoder_config(self.config).emb_dim
         outputs_bMD = np.zeros((*mask_bM.shape, emb_dim), np.float32)
-        examples = [Example(ids) for ids in encoded]
-        encode = functools.partial(encode_batch, self)
-        for i, outputs_MD in enumerate(in_batches(encode, examples, batch_size)):
+        questions = [Question(ids) for ids in encoded]
+        outputs = in_batches(functools.partial(encode_batch, self), questions, batch_size)
+        for i, outputs_MD in enumerate(outputs):
             mask_bM[i, : len(encoded[i])] = encoded[i] > 0
             outputs_bMD[i, : len(encoded[i])] = outputs_MD
         return outputs_bMD, mask_bM
@@ -220,12 +220,12 @@ class T5:
         if allowed is not None:
             changes['allowed'] = allowed
         decoding = dataclasses.replace(options, **changes)  # type: ignore[arg-type]
-        examples = self._examples(decoding, inputs, prompts, trim)
+        questions = self._questions(decoding, inputs, prompts, trim)
         texts: list = []
         tokens: list = []
-        scores = np.full((len(examples), decoding.num_return), -np.inf, np.float32)
+        scores = np.full((len(questions), decoding.num_return), -np.inf, np.float32)
         ends = (PAD_ID, self.eos_id)
-        for i, answer in enumerate(answer_batch(self, decoding, examples)):
+        for i, answer in enumerate(answer_batch(self, decoding, questions)):
             texts.append(answer.texts)
             tokens.append([[k for k in ids if k not in ends] for ids in answer.tokens])
             scores[i, : len(answer.scores)] = answer.scores
@@ -239,9 +239,9 @@ class T5:
             return texts
         return tokens
 
-    def _examples(
+    def _questions(
         self, decoding: Decoding, inputs: Inputs, prompts: Prompts | None, trim: bool
-    ) -> list[Example]:
+    ) -> list[Question]:
         """Return the inputs to answer, with their prompts."""
         self._check_decoder()
         decoding.check()
@@ -251,24 +251,21 @@ class T5:
         if decoding.is_allowed_per_input:
             check_one_each('allowed', decoding.allowed, ids)
         prompts = [None] * len(ids) if prompts is None else prompts
-        if isinstance(prompts, list | tuple):
-            nothing = '' if any(isinstance(prompt, str) for prompt in prompts) else ()
-            prompts = [nothing if prompt is None else prompt for prompt in prompts]
         of_prompts = self._ids('prompts', prompts, is_prompt=True)
         check_one_each('prompts', of_prompts, ids)
-        examples = []
+        questions = []
         for i, prompt in enumerate(of_prompts):
             prompt = np.trim_zeros(prompt, 'b')
             if not prompt.all() or len(prompt) > decoding.max_length:
                 raise Refused(f'prompts[{i}] must have at most max_length ids, none of them 0')
-            examples.append(Example(ids[i], prompt=prompt, number=i))
+            questions.append(Question(ids[i], prompt=prompt, number=i))
             if decoding.allowed and len(prompt):
                 vocab_size = self.config.vocab_size
                 allowed_bnA = self._words(decoding, self.vocabulary, vocab_size)['allowed_bnA']
                 begins_nT = allowed_bnA[i % len(allowed_bnA), :, : len(prompt)]
                 if not any(np.array_equal(begin_T, prompt) for begin_T in begins_nT):
                     raise Refused(f'prompts[{i}]: begins none of the answers that are allowed')
-        return examples
+        return questions
 
     def _inputs(self, inputs: Inputs, trim: bool) -> list[NDArray]:
         """Return the ids of inputs; a text has at most `max_input_length` tokens."""
@@ -313,7 +310,9 @@ class T5:
 
     def _compute(self, kind: Callable, batch: Mapping[str, NDArray], *options: Decoding | int):
         """Return the output of a program for a batch of padded rows, in every process all of it."""
-        placed = partition.place_batch(self.mesh, batch)
+        rows = NamedSharding(self.mesh, partition.BATCH)
+        shapes = {name: x.shape for name, x in batch.items()}  # every process has all rows
+        placed = jax.make_array_from_process_local_data(rows, dict(batch), shapes)
         output = self._program(kind, *options)(self._arrays_of(kind), placed)
         return jax.tree.map(np.asarray, output)
 
@@ -321,15 +320,14 @@ class T5:
         """Return (parameters, batch) -> output of `kind`, a function of one device. Logits stay on their devices."""
         arrays = self._arrays_of(kind)
         specs = kernels.specs_of(arrays, self.config.family.specs_in_use(self.config, arrays))
+        has_logits = kind is programs.logits
         mapped = jax.shard_map(
             functools.partial(kind, self.config, *options),
             mesh=self.mesh,
             in_specs=(specs, partition.BATCH),
-            out_specs=LOGITS if kind is programs.logits else partition.BATCH,
+            out_specs=LOGITS if has_logits else partition.BATCH,
         )
-        return jax.jit(
-            mapped, out_shardings=None if kind is programs.logits else NamedSharding(self.mesh, P())
-        )
+        return jax.jit(mapped, out_shardings=None if has_logits else NamedSharding(self.mesh, P()))
 
     def _arrays_of(self, kind: Callable) -> StepParameters:
         """Return the parameters; for answers, kernels have the form that a step of decoding reads fastest."""
@@ -342,14 +340,14 @@ class T5:
         return self._step_arrays
 
 
-# Batches of examples, of at least `num_rows` rows.
+# Batches of questions, of at least `num_rows` rows.
 
 
 def answer_batch(
-    t5: T5, decoding: Decoding, examples: Sequence[Example], num_rows: int = 0
+    t5: T5, decoding: Decoding, questions: Sequence[Question], num_rows: int = 0
 ) -> Iterator[Answer]:
-    """Yield the answers to examples."""
-    inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
+    """Yield the answers to questions."""
+    inputs_bM = t5._rows([question.inputs for question in questions], num_rows)
     num_rows = len(inputs_bM)
     room = max(decode.FIRST_ROOM, 1 << (decoding.max_length - 1).bit_length())  # a power of two
     batch = {
@@ -357,21 +355,18 @@ def answer_batch(
         'prompt_bT': np.zeros((num_rows, room), np.int32),
         'lengths_b': np.zeros(num_rows, np.int32),  # rows of padding take no token
     }
-    batch['lengths_b'][: len(examples)] = decoding.max_length
+    batch['lengths_b'][: len(questions)] = decoding.max_length
+    for i, question in enumerate(questions):
+        batch['prompt_bT'][i, : len(question.prompt)] = question.prompt
     if decoding.is_random:
-        batch['temperature_b'] = np.ones(num_rows, np.float32)
-        batch['temperature_b'][: len(examples)] = decoding.temperature
+        numbers = [question.number for question in questions]
+        batch['temperature_b'] = np.resize(np.array(decoding.temperature, np.float32), num_rows)
         batch['seed_b'] = np.full(num_rows, decoding.seed, np.uint32)
-        batch['example_b'] = np.zeros(num_rows, np.int32)
-        batch['example_b'][: len(examples)] = [example.number for example in examples]
-    for i, example in enumerate(examples):
-        batch['prompt_bT'][i, : len(example.prompt)] = example.prompt
-    arrays = t5._words(decoding, t5.vocabulary, t5.config.vocab_size)
-    for name, array in arrays.items():
-        batch[name] = np.full((num_rows, *array.shape[1:]), words.NO_WORD, np.int32)
-        batch[name][: len(examples)] = array  # one for all, or one for each
+        batch['example_b'] = np.resize(np.array(numbers, np.int32), num_rows)
+    for name, array in t5._words(decoding, t5.vocabulary, t5.config.vocab_size).items():
+        batch[name] = np.resize(array, (num_rows, *array.shape[1:]))
     tokens_bnT, scores_bn = t5._compute(programs.answers, batch, decoding.program, t5.eos_id)
-    for i, example in enumerate(examples):
+    for i, question in enumerate(questions):
         num_found = decoding.num_return
         if decoding.beam_size > 1:
             num_found = min(num_found, max(1, (scores_bn[i] > decode.MISSING).sum()))
@@ -381,7 +376,7 @@ def answer_batch(
         if t5.vocabulary is not None:
             for k, ids in enumerate(tokens):
                 text, tokens[k] = words.before_stop(
-                    t5.vocabulary, ids, example.prompt, decoding.stop
+                    t5.vocabulary, ids, question.prompt, decoding.stop
                 )
                 texts.append(text)
         scores = []
@@ -390,32 +385,30 @@ def answer_batch(
         yield Answer(tokens, texts, scores)
 
 
-def score_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
-    """Yield the log-likelihoods of the targets of each example, whose inputs are encoded once.
+def score_batch(t5: T5, questions: Sequence[Question], num_rows: int = 0) -> Iterator[NDArray]:
+    """Yield the log-likelihoods of the targets of each question, whose inputs are encoded once.
 
     They are those of `T5.score`: nats, float32 [targets].
     """
-    inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
-    counts = np.array([len(example.targets) for example in examples])
-    targets_cT = t5._rows(list(itertools.chain(*(example.targets for example in examples))))
-    num_choices = next_size(int(counts.max()), 1)
-    is_choice_bc = np.arange(num_choices) < counts[:, None]
-    targets_bcT = np.zeros((len(inputs_bM), num_choices, targets_cT.shape[1]), np.int32)
-    targets_bcT[: len(examples)][is_choice_bc] = targets_cT[: counts.sum()]
-    targets_rT = targets_bcT.reshape(-1, targets_cT.shape[1])
+    inputs_bM = t5._rows([question.inputs for question in questions], num_rows)
+    num_choices = next_size(max(len(question.targets) for question in questions), 1)
+    targets: list[Ids] = []
+    for question in questions:
+        targets += [*question.targets, *[()] * (num_choices - len(question.targets))]
+    targets_rT = padded_rows(targets, 0, multiple=len(inputs_bM) * num_choices)
     batch = {
         'encoder_input_tokens': inputs_bM,
         'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
         'decoder_target_tokens': targets_rT,
     }
     scores_bc = t5._compute(programs.scores, batch).reshape(-1, num_choices)
-    for i, count in enumerate(counts):
-        yield scores_bc[i, :count]
+    for i, question in enumerate(questions):
+        yield scores_bc[i, : len(question.targets)]
 
 
-def encode_batch(t5: T5, examples: Sequence[Example], num_rows: int = 0) -> Iterator[NDArray]:
-    """Yield the encoder's outputs of the inputs of each example: float32 [tokens, emb_dim]."""
-    inputs_bM = t5._rows([example.inputs for example in examples], num_rows)
+def encode_batch(t5: T5, questions: Sequence[Question], num_rows: int = 0) -> Iterator[NDArray]:
+    """Yield the encoder's outputs of the inputs of each question: float32 [tokens, emb_dim]."""
+    inputs_bM = t5._rows([question.inputs for question in questions], num_rows)
     encoded_bMD = t5._compute(programs.encodings, {'encoder_input_tokens': inputs_bM})
-    for i, example in enumerate(examples):
-        yield encoded_bMD[i, : len(example.inputs)].copy()  # without the padding
+    for i, question in enumerate(questions):
+        yield encoded_bMD[i, : len(question.inputs)].copy()  # without the padding

@@ -5,9 +5,6 @@ Source: T5X t5x/train.py.
 
 import contextlib
 import dataclasses
-import enum
-import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -18,18 +15,18 @@ from ml_collections import ConfigDict
 import checkpoint
 import optimizer
 import partition
-from run import console
+from run import agreement
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
-from run.console import Console
-from run.interval import Clock, Fault, Interval, Metrics, NotFinite, training_metrics
+from run.console import Console, End, describe_trimming, ending, progress_line
+from run.interval import Clock, Fault, Interval, NotFinite, training_metrics
 from run.prefetch import PrefetchedBatch
-from run.workdir import Workdir, record_end
+from run.workdir import Progress, Workdir, progress_files, record_end
 from stream import Stream
 from train import StepSpec, TrainState, saved_tree
 
 
 def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
-    """Take the steps up to config.train.steps. Log, evaluate and save on the way.
+    """Take the steps up to train.steps. Log, evaluate and save on the way.
 
     When `stop` returns the number of a signal, save the step and return the number. Without `stop` (in a
     notebook) an interrupt has this effect. Raises FloatingPointError, at most one logged interval later,
@@ -44,15 +41,27 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
         try:
             take_steps(run)
             with run.console.working('Saving'):
-                partition.in_all(run.workdir.saver.wait)
+                agreement.in_all(run.workdir.saver.wait)
         except Exception as error:
             save_before_error(run, error)
             raise
         except BaseException:  # a second interrupt
             run.workdir.saver.wait()
             raise
-        run.workdir.saver.prune()  # an evaluation may have come after the checkpoint
-        for line in last_lines(run):
+        run.workdir.prune()  # an evaluation may have come after the checkpoint
+        lines = [
+            f'Stopped after step {run.step:,}, which is saved: the same command continues from there.'
+        ]
+        if not run.stop.signal:
+            lines = ending(
+                run.workdir,
+                run.train,
+                run.stream.mixture,
+                run.step,
+                run.end,
+                took_steps=run.step > run.first_step,
+            )
+        for line in lines:
             run.console.line(line)
     return run.stop.signal
 
@@ -61,8 +70,8 @@ def take_steps(run: 'Run') -> None:
     """For each batch, step; then call each hook that is due."""
     if run.end is None:
         with run.console.working('Making the first batch'):
-            may_end = run.config.train.epochs > 0
-            batches = Batches(run.stream, run.config.data.num_workers, may_end)
+            num_workers = run.stream.data_group.num_workers
+            batches = Batches(run.stream, num_workers, may_end=run.train.epochs > 0)
         if batches.have_ended:
             run.end = End.EPOCHS
     if run.step in checkpoint.steps(run.workdir.path):  # a signal or a kill prevented evaluations
@@ -107,20 +116,12 @@ def default_hooks() -> list[Hook]:
     Saving comes last: a run that resumes from the checkpoint has the log and the evaluations.
     """
     return [
-        Hook('check finite', is_another_due, check_finite),
-        Hook('log', lambda run: run.is_shown or run.is_due(run.config.log.every_steps), log),
+        Hook('check finite', lambda run: any(x.is_due(run) for x in run.hooks[1:]), check_finite),
+        Hook('log', lambda run: run.is_shown or run.is_due(run.log_every_steps), log),
         Hook('evaluate', lambda run: len(due_evaluations(run)) > 0, evaluate),
         Hook('stop early', lambda run: len(due_evaluations(run)) > 0, stop_early),
-        Hook('save', lambda run: run.stop.signal or run.is_due(run.config.save.every_steps), save),
+        Hook('save', lambda run: run.stop.signal or run.is_due(run.save_every_steps), save),
     ]
-
-
-class End(enum.Enum):
-    """Why a run takes no more steps."""
-
-    STEPS = 'train.steps'
-    EPOCHS = 'train.epochs'
-    EARLY_STOPPING = 'train.early_stopping'
 
 
 class Evaluation(Protocol):
@@ -142,14 +143,16 @@ class Evaluation(Protocol):
 class Run:
     """A run in its workdir, after `step` steps; `prepare.prepare` makes one."""
 
-    config: ConfigDict
+    train: ConfigDict  # the group of settings
+    log_every_steps: int
+    save_every_steps: int
     workdir: Workdir
     console: Console
     stream: Stream
     evaluations: Sequence[Evaluation]
     spec: StepSpec
     # (state, batch) -> (state, metrics); None if `end` is set
-    train_step: Callable[[TrainState, Mapping[str, jax.Array]], tuple[TrainState, Metrics]] | None
+    train_step: Callable[[TrainState, Mapping], tuple[TrainState, Mapping]] | None
     not_finite: NotFinite
     step: int  # steps taken
     state: TrainState[jax.Array]
@@ -175,15 +178,11 @@ class Run:
         self.step += 1
         self.batch = batch
         self.interval.add(metrics, batch.features, batch.before)
-        if self.step == self.config.train.steps:
+        if self.step == self.train.steps:
             self.end = End.STEPS
 
 
 # The hooks.
-
-
-def is_another_due(run: Run) -> bool:
-    return any(hook.is_due(run) for hook in run.hooks[1:])
 
 
 def check_finite(run: Run) -> None:
@@ -203,9 +202,11 @@ def find_fault(run: Run) -> Fault | None:
 def log(run: Run) -> None:
     """Write the metrics of the steps since the last logged one; only show them if they are not due."""
     step = run.step
-    values = training_metrics(run.interval.metrics, run.config, run.clock)
-    text = console.progress_line(step, run.config.train, values)
-    if not run.is_due(run.config.log.every_steps):
+    values = training_metrics(
+        run.interval.metrics, run.clock, run.spec.batch_size, run.stream.data_group
+    )
+    text = progress_line(step, run.train, values)
+    if not run.is_due(run.log_every_steps):
         run.console.live(text)
         return
     run.console.line(text)
@@ -216,9 +217,9 @@ def log(run: Run) -> None:
         values[f'data/{task}/examples'] = num_examples
         values[f'data/{task}/trimmed'] = num_trimmed
     run.workdir.metrics.write('train', step, values)
-    num_logged = step // run.config.log.every_steps
-    if num_logged.bit_count() == 1 or step == run.config.train.steps:  # 1, 2, 4, ...
-        for line in console.describe_trimming(counts):
+    num_logged = step // run.log_every_steps
+    if num_logged.bit_count() == 1 or step == run.train.steps:  # 1, 2, 4, ...
+        for line in describe_trimming(counts):
             run.console.line(line)
     run.clock.restart()
 
@@ -249,68 +250,22 @@ def evaluate(run: Run) -> None:
 
 def stop_early(run: Run) -> None:
     """End the run, after all of its evaluations, if train.early_stopping says so."""
-    early_stopping = run.config.train.early_stopping
+    early_stopping = run.train.early_stopping
     if not early_stopping or run.stop.signal:
         return
-    ends = run.workdir.metrics.history(run.config.save).ends(early_stopping)
-    if partition.from_first_process(np.array(ends)):
+    ends = run.workdir.metrics.history().ends(early_stopping)
+    if agreement.from_first_process(np.array(ends)):
         run.end = End.EARLY_STOPPING
         evaluate(run)
 
 
 def save(run: Run) -> None:
     """Save a checkpoint of this step, with the files that a run needs to continue."""
-    batch = run.batch
-    assert batch is not None
+    assert run.batch is not None
     with run.clock.paused():
-        rows = np.zeros((run.config.train.batch_size, *batch.after.shape[1:]), np.int64)
-        rows[run.stream.rows] = batch.after
-        position_file = io.BytesIO()
-        np.save(position_file, partition.from_processes(rows).max(axis=0))
-        files = {
-            **run.workdir.files,
-            'data_counts.json': json.dumps(counts_of_all(run.stream, batch)).encode(),
-            'data_files.json': json.dumps([x._asdict() for x in run.stream.mixture.files]).encode(),
-            'data_position.npy': position_file.getvalue(),
-            'interval.json': json.dumps(run.interval.metrics).encode(),
-            'not_finite.json': json.dumps(run.not_finite.count).encode(),
-        }
+        progress = Progress(run.interval.metrics, run.not_finite.count)
+        files = run.workdir.files | progress_files(run.stream, run.batch, progress)
         run.workdir.saver.save(run.step, saved_tree(run.spec, run.state), files)
-
-
-# The end of a run.
-
-
-def last_lines(run: Run) -> list[str]:
-    """Return what a run says at its end: why it ended, its best step, and what to try next."""
-    if run.stop.signal:
-        return [
-            f'Stopped after step {run.step:,}, which is saved: the same command continues from there.'
-        ]
-    lines = []
-    took_steps = run.step > run.first_step
-    if run.end == End.EARLY_STOPPING:
-        lines.append(
-            f'Step {run.step:,}: train.early_stopping={run.config.train.early_stopping} evaluation(s) without a '
-            f'better {run.config.save.best_metric}: this run is finished.'
-        )
-    elif run.end == End.EPOCHS and not took_steps:
-        epochs = run.config.train.epochs
-        lines.append(
-            f'train.epochs={epochs} are over after step {run.step:,}: this run is finished.'
-        )
-    elif not took_steps:
-        num_steps = run.config.train.steps
-        lines.append(f'Already at step {run.step:,} of {num_steps:,}: nothing to do.')
-    lines += console.ending(
-        run.workdir.path,
-        run.config.train,
-        run.stream.mixture,
-        run.step,
-        run.workdir.metrics.history(run.config.save),
-        checkpoint.steps(run.workdir.path),
-    )
-    return lines
 
 
 def save_before_error(run: Run, error: Exception) -> None:
@@ -331,9 +286,9 @@ def save_before_error(run: Run, error: Exception) -> None:
             if is_there and is_new and not run.workdir.lock.is_lost and find_fault(run) is None:
                 own_step = run.step
             # Wait until every process is here: the others fail at their next agreement.
-            while not partition.from_processes(np.array([True])).all():
+            while not agreement.from_processes(np.array([True])).all():
                 pass
-            steps = partition.from_processes(np.array([own_step]))
+            steps = agreement.from_processes(np.array([own_step]))
             if own_step < 0 or (steps != own_step).any():
                 return
             save(run)

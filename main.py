@@ -32,18 +32,6 @@ from messages import Refused
 from modes import command_line, errors, process, processes
 
 FLAGS = flags.FLAGS
-# --mode -> a file of modes/. Its function main(config, flags, signals) returns the exit status, and calls
-# `signals.begin_work` when all is prepared: errors until then mean bad input.
-MODES = {
-    'train': '.train',
-    'evaluate': '.evaluate',
-    'infer': '.infer',
-    'cache': '.cache',
-    'convert': '.convert',
-    'plan': '.plan',
-    'report': '.report',
-    'tasks': '.tasks',
-}
 
 
 def main(argv: list[str]) -> int:
@@ -72,8 +60,9 @@ def main(argv: list[str]) -> int:
 
             topology.local_devices()  # raises ValueError if JAX_PLATFORMS has none
             compilation_cache.use()
-        # Imported late: a wrong flag is reported before JAX starts.
-        mode = importlib.import_module(MODES[FLAGS.mode], modes.__name__)
+        # A file of modes/, imported late: a wrong flag is reported before JAX starts. Its `main` returns the exit
+        # status, and calls `signals.begin_work` when all is prepared: errors until then mean bad input.
+        mode = importlib.import_module(f'.{FLAGS.mode}', modes.__name__)
         return group.end(mode.main(config, FLAGS, signals))
     except Exception as error:
         is_bad_input = signals.is_preparing and errors.is_one_line(error)

@@ -6,7 +6,7 @@ Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Polyak & Jud
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -20,22 +20,18 @@ import kernels
 from messages import Refused
 
 
-def make_optimizer(
-    config: ConfigDict, learning_rate: Callable
-) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer `config.name`, after a clip of the global norm and before a moving average, if set.
+def make_optimizer(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransformation:
+    """Return the optimizer `optimizer.name`, after a clip of the global norm and before a moving average, if set.
 
     Its `update` takes the training step, `step`, beside gradients, state and parameters.
     """
-    if config.name not in OPTIMIZERS:
-        raise Refused(f'optimizer.name={config.name!r}: must be one of {", ".join(OPTIMIZERS)}')
-    chain = [OPTIMIZERS[config.name](config, learning_rate)]
-    threshold = config.global_norm_clip_threshold
-    if threshold:
-        clip = optax.stateless(lambda updates, _: clip_by_norm(updates, threshold))
-        chain.insert(0, clip)
-    if config.ema_decay:
-        chain.append(average_parameters(config.ema_decay))
+    if optimizer.name not in OPTIMIZERS:
+        raise Refused(f'optimizer.name={optimizer.name!r}: must be one of {", ".join(OPTIMIZERS)}')
+    chain = [OPTIMIZERS[optimizer.name](optimizer, schedule)]
+    if optimizer.global_norm_clip_threshold:
+        chain.insert(0, clip_by_norm(optimizer.global_norm_clip_threshold))
+    if optimizer.ema_decay:
+        chain.append(average_parameters(optimizer.ema_decay))
     return optax.chain(*chain)
 
 
@@ -48,42 +44,34 @@ class Moments(NamedTuple):
     m: jax.Array | None = None  # updates
 
 
-def adafactor(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
+def adafactor(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransformation:
     """Return Adafactor as T5X has it, whose state is {path: Moments}. A hyper-parameter of 0 turns its part off.
 
     Each parameter is updated separately, so JAX traces one update per shape; kernels of experts, [experts, rows,
     columns], matrix by matrix. T5X multiplies the gradients of these by the number of experts (t5x/contrib/moe).
     """
-    scale_one = jax.jit(partial(scale_by_moments, config))
+    update_one = jax.jit(partial(update_parameter, optimizer))
 
     def init(params):
         moments = {}
         for path, param in params.items():
             if is_of_experts(path):
-                moments[path] = jax.vmap(partial(init_moments, config, min_dim_size=1))(param)
+                moments[path] = jax.vmap(partial(init_moments, optimizer, min_dim_size=1))(param)
             else:
-                moments[path] = init_moments(config, param)
+                moments[path] = init_moments(optimizer, param)
         return moments
 
     def update(grads, state, params, *, step, **_):
-        decay = 1.0 - (step - config.step_offset + 1.0) ** -config.decay_rate
-        rate = learning_rate(step)
+        decay = 1.0 - (step - optimizer.step_offset + 1.0) ** -optimizer.decay_rate
+        rate = schedule(step)
         updates = {}
         moments = {}
         for path, grad in grads.items():
-            scale = scale_one
+            f = update_one
             if is_of_experts(path):
                 grad = grad * len(grad)
-                scale = jax.vmap(scale_one, (None, 0, 0, 0))
-            scaled, new = scale(decay, grad, state[path], params[path])
-            update = rate * scaled
-            if config.beta1:
-                update = (1 - config.beta1) * update + config.beta1 * new.m
-                new = new._replace(m=update)
-            if config.weight_decay_rate:
-                update = update + config.weight_decay_rate * params[path]
-            updates[path] = -update
-            moments[path] = new
+                f = jax.vmap(update_one, (None, None, 0, 0, 0))
+            updates[path], moments[path] = f(decay, rate, grad, state[path], params[path])
         return updates, moments
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -94,18 +82,18 @@ def is_of_experts(path: str) -> bool:
     return 'expert' in path.split('/')
 
 
-def init_moments(config: ConfigDict, param: jax.Array, min_dim_size: int = 128) -> Moments:
+def init_moments(optimizer: ConfigDict, param: jax.Array, min_dim_size: int = 128) -> Moments:
     """Return zeros: `v_row` and `v_col` if two dimensions have `min_dim_size` or more, else `v`."""
-    m = jnp.zeros(param.shape) if config.beta1 else None
-    if not config.factored or param.ndim < 2 or sorted(param.shape)[-2] < min_dim_size:
+    m = jnp.zeros(param.shape) if optimizer.beta1 else None
+    if not optimizer.factored or param.ndim < 2 or sorted(param.shape)[-2] < min_dim_size:
         return Moments(v=jnp.zeros(param.shape), m=m)
     second, largest = np.argsort(param.shape)[-2:]  # dimensions
     v_row = jnp.zeros(np.delete(param.shape, largest))
     return Moments(v_row, v_col=jnp.zeros(np.delete(param.shape, second)), m=m)
 
 
-def scale_by_moments(config, decay, grad, moments, param):
-    """Return the update of one parameter before the learning rate, and the moments, which `decay` averages.
+def update_parameter(optimizer, decay, rate, grad, moments, param):
+    """Return the update of one parameter and its new moments; `decay` is for the squared gradients.
 
     Shazeer & Stern 2018, algorithms 4 and 5.
     """
@@ -121,46 +109,52 @@ def scale_by_moments(config, decay, grad, moments, param):
         kept = second - (largest < second)  # the second dimension of v_row
         row = (v_row / v_row.mean(kept, keepdims=True)) ** -0.5
         update = grad * jnp.expand_dims(row, largest) * jnp.expand_dims(v_col**-0.5, second)
-    if config.clipping_threshold:
+    if optimizer.clipping_threshold:
         rms = norm(update) / math.sqrt(update.size)
-        update = update / jnp.maximum(1.0, rms / config.clipping_threshold)
-    if config.multiply_by_parameter_scale:
+        update = update / jnp.maximum(1.0, rms / optimizer.clipping_threshold)
+    if optimizer.multiply_by_parameter_scale:
         rms = norm(param) / math.sqrt(param.size)
         update = update * jnp.maximum(rms, 1e-3)
-    return update, Moments(v_row, v_col, v, m)
+    update = rate * update
+    if optimizer.beta1:
+        update = m = (1 - optimizer.beta1) * update + optimizer.beta1 * m
+    if optimizer.weight_decay_rate:
+        update = update + optimizer.weight_decay_rate * param
+    return -update, Moments(v_row, v_col, v, m)
 
 
-def adamw(config: ConfigDict, learning_rate: Callable) -> optax.GradientTransformation:
+def adamw(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransformation:
     """Return AdamW. It decays every parameter, also the scales of norms."""
 
     def descend(updates, state, params=None, *, step, **_):
-        rate = -learning_rate(step)
+        rate = -schedule(step)
         return jax.tree.map(lambda update: rate * update, updates), state
 
     return optax.chain(
-        optax.scale_by_adam(b1=config.adamw.beta1, b2=config.adamw.beta2),
-        optax.add_decayed_weights(config.adamw.weight_decay),
+        optax.scale_by_adam(b1=optimizer.adamw.beta1, b2=optimizer.adamw.beta2),
+        optax.add_decayed_weights(optimizer.adamw.weight_decay),
         optax.GradientTransformationExtraArgs(optax.init_empty_state, descend),
     )
 
 
-def clip_by_norm(updates: optax.Updates, threshold: float) -> optax.Updates:
-    """Return `optax.clip_by_global_norm` of updates, with our sums."""
-    total = norm(updates)
-    return jax.tree.map(
-        lambda update: jnp.where(total < threshold, update, update / total * threshold), updates
-    )
+# The choices of `optimizer.name`: functions of the settings `optimizer` and the schedule.
+OPTIMIZERS = {'adafactor': adafactor, 'adamw': adamw}
+
+
+def clip_by_norm(threshold: float) -> optax.GradientTransformation:
+    """Return `optax.clip_by_global_norm`, with our sums."""
+
+    def clip(updates, params=None):
+        total = norm(updates)
+        return jax.tree.map(
+            lambda update: jnp.where(total < threshold, update, update / total * threshold), updates
+        )
+
+    return optax.stateless(clip)
 
 
 def norm(tree: optax.Updates) -> jax.Array:
     return jnp.sqrt(sum(kernels.sum(x**2) for x in jax.tree.leaves(tree)))
-
-
-# The choices of `optimizer.name`.
-OPTIMIZERS = {
-    'adafactor': adafactor,
-    'adamw': adamw,
-}
 
 
 class ParameterAverage(NamedTuple):
@@ -187,46 +181,38 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def averaged(params: Mapping[str, jax.Array], opt_state: Sequence) -> Mapping[str, jax.Array]:
+def averaged(params: Mapping[str, jax.Array], opt_state: optax.OptState) -> Mapping[str, jax.Array]:
     """Return the parameters, or their moving averages if the optimizer of `make_optimizer` keeps some."""
-    for state in opt_state:  # of a chain
-        if isinstance(state, ParameterAverage):
-            return {**params, **state.ema_params}
-    return params
+    return {**params, **optax.tree_utils.tree_get(opt_state, 'ema_params', default={})}
 
 
-def make_schedule(config: ConfigDict) -> Callable:
+def make_schedule(learning_rate: ConfigDict) -> Callable:
     """Return T5X's product of factors, at least min_learning_rate: (step before its increment) -> rate, float32."""
-    factors = schedule_factors(config)
-    names = [name.strip() for name in config.factors.split('*')]
-    if not set(names) <= factors.keys():
-        raise Refused(f'learning_rate.factors={config.factors!r}: use {", ".join(factors)}')
-
-    def schedule(step):
-        t = jnp.maximum(0, step - config.step_offset).astype(jnp.float32)
-        rate = math.prod(factors[name](t) for name in names)
-        return jnp.maximum(rate, config.min_learning_rate).astype(jnp.float32)
-
-    return schedule
-
-
-def schedule_factors(config: ConfigDict) -> dict[str, Callable]:
-    """Return T5X's factors, {name: function of the float32 step t}."""
-    base = config.base_learning_rate
-    warmup = float(config.warmup_steps)
-    decay = config.decay_factor
-    cycle = config.steps_per_cycle
-    return {
+    base = learning_rate.base_learning_rate
+    warmup = float(learning_rate.warmup_steps)
+    decay = learning_rate.decay_factor
+    cycle = learning_rate.steps_per_cycle
+    factors = {  # functions of the float32 step
         'constant': lambda t: base,
         'linear_warmup': lambda t: jnp.minimum(1.0, t / warmup),
         'linear_decay': lambda t: base * jnp.minimum(t / warmup, 1.0 + decay * (warmup - t)),
         'rsqrt_decay': lambda t: 1.0 / jnp.sqrt(jnp.maximum(t, warmup)),
         'rsqrt_normalized_decay': lambda t: jnp.sqrt(warmup / jnp.maximum(t, warmup)),
-        'decay_every': lambda t: decay ** (t // config.steps_per_decay),
+        'decay_every': lambda t: decay ** (t // learning_rate.steps_per_decay),
         'cosine_decay': lambda t: (
             0.5 * (1.0 + jnp.cos(jnp.pi * (jnp.maximum(0.0, t - warmup) / cycle % 1.0)))
         ),
     }
+    names = [name.strip() for name in learning_rate.factors.split('*')]
+    if not set(names) <= factors.keys():
+        raise Refused(f'learning_rate.factors={learning_rate.factors!r}: use {", ".join(factors)}')
+
+    def schedule(step):
+        t = jnp.maximum(0, step - learning_rate.step_offset).astype(jnp.float32)
+        rate = math.prod(factors[name](t) for name in names)
+        return jnp.maximum(rate, learning_rate.min_learning_rate).astype(jnp.float32)
+
+    return schedule
 
 
 def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -27,9 +26,9 @@ from messages import Refused
 MESH_AXES = ('data', 'fsdp', 'model')  # from the slowest links to the fastest
 BATCH_AXES = ('data', 'fsdp')  # split the rows of a batch; sum over both
 BATCH = P(BATCH_AXES)  # spec of an array of rows
+AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
 Tree = TypeVar('Tree')  # a pytree
-Result = TypeVar('Result')
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | None = None) -> Mesh:
@@ -60,7 +59,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
             grid = mesh_utils.create_device_mesh(parts, devices, allow_split_physical_axes=True)
     except AssertionError as error:  # raised for TPUs
         raise Refused(f'{settings}: these TPUs do not form a box: set an axis to -1') from error
-    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(grid, MESH_AXES, axis_types=AXIS_TYPES)
 
 
 def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
@@ -129,68 +128,14 @@ def _all_gather_backward(axis, dim, dtype, gradient_dtype, _, grad):
 all_gather.defvjp(_all_gather_forward, _all_gather_backward)
 
 
-def argmax(x: jax.Array, axis: str) -> jax.Array:
-    """Return the index of the largest value in the last dimension, which is split over `axis`; the lowest wins a tie.
-
-    The index counts in the unsplit dimension. int32 [...], the same on every device of `axis`.
-    """
-    n = x.shape[-1]
-    own_max = x.max(axis=-1)
-    index = kernels.argmax(x) + lax.axis_index(axis) * n
-    winner = jnp.where(own_max == lax.pmax(own_max, axis), index, lax.psum(n, axis))
-    return lax.pmin(winner, axis)
-
-
-def top_k(x: jax.Array, k: int, axis: str) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest values, or all, in the last dimension, which is split over `axis`, and indices.
-
-    They are in `lax.top_k`'s order. The indices, int32, count in the unsplit dimension. Both are [..., k], the same
-    on every device of `axis`.
-    """
-    n = x.shape[-1]
-    values, indices = kernels.top_k(x, min(k, n))
-    indices = indices + lax.axis_index(axis) * n
-    last = x.ndim - 1
-    values = lax.all_gather(values, axis, axis=last, tiled=True, to='invarying')
-    indices = lax.all_gather(indices, axis, axis=last, tiled=True, to='invarying')
-    # Equal values are ordered by index here, and top_k takes the first.
-    values, winners = lax.top_k(values, min(k, values.shape[-1]))
-    return values, jnp.take_along_axis(indices, winners, axis=-1)
-
-
-def logsumexp(x: jax.Array, axis: str) -> jax.Array:
-    """Return log(sum(exp(x))) over the last dimension, which is split over `axis`."""
-    max_value = lax.pmax(lax.stop_gradient(x).max(axis=-1), axis)
-    partial_sum = jnp.exp(x - max_value[..., None]).sum(axis=-1)
-    return jnp.log(psum(partial_sum, axis)) + max_value
-
-
-def take(x: jax.Array, indices: jax.Array, axis: str) -> jax.Array:
-    """Return x[..., indices[...]], one value of the last dimension, which is split over `axis`."""
-    n = x.shape[-1]
-    own = indices - lax.axis_index(axis) * n
-    value = jnp.take_along_axis(x, jnp.clip(own, 0, n - 1)[..., None], axis=-1)[..., 0]
-    partial_value = jnp.where((own >= 0) & (own < n), value, 0)
-    return psum(partial_value, axis)  # one device has the value, the others add zero
-
-
-def one_device(f: Callable, in_specs: P | tuple = ()) -> Callable:
+def one_device(f: Callable, in_specs: P | tuple) -> Callable:
     """Return `f`, compiled, with every mesh axis bound to size one, to be called outside a mesh.
 
     Initialization uses it, in a `jax.jit(..., out_shardings=...)`: local shapes are then unsplit shapes, and a seed
     gives the same bits on every mesh. `in_specs`: how a mesh would split the arguments, for `psum` and `check_summed`.
     """
-
-    def alike(x: jax.Array) -> jax.Array:  # equal already; pmax only tells JAX's checker
-        axes = varying(x)
-        return lax.pmax(x, tuple(sorted(axes))) if axes else x
-
-    auto = (AxisType.Auto,) * len(MESH_AXES)
-    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=auto)
-    on_one = jax.shard_map(
-        lambda *xs: jax.tree.map(alike, f(*xs)), mesh=mesh, in_specs=in_specs or P(), out_specs=P()
-    )
-    return jax.jit(on_one)
+    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=AXIS_TYPES)
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=P()))
 
 
 def param_specs(table: Mapping[str, P], paths: Iterable[str]) -> dict[str, P]:
@@ -216,48 +161,7 @@ def shardings(mesh: Mesh, specs):
 
 def place_rows(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
     """Return global arrays, split over BATCH_AXES, made of each process's own rows."""
-    sharding = NamedSharding(mesh, BATCH)
-    return {name: jax.make_array_from_process_local_data(sharding, x) for name, x in batch.items()}
-
-
-def place_batch(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
-    """Return global arrays, split over BATCH_AXES, from a batch that every process has in full."""
-    sharding = NamedSharding(mesh, BATCH)
-    placed: dict[str, jax.Array] = {}
-    for name, x in batch.items():
-        placed[name] = jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-    return placed
-
-
-def from_processes(x: NDArray) -> NDArray:
-    """Return the arrays that all processes pass as `x`, stacked: [processes, ...]."""
-    content = np.frombuffer(x.tobytes(), np.uint8)  # JAX would cut 64-bit numbers
-    all_bytes = np.asarray(multihost_utils.process_allgather(content, tiled=True))
-    return all_bytes.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
-
-
-def from_first_process(x: NDArray) -> NDArray:
-    """Return the `x` of the first process; all have equal shapes."""
-    return from_processes(x)[0]
-
-
-class ProcessFailed(OSError):
-    """Another process has failed."""
-
-
-def in_all(f: Callable[[], Result]) -> Result:
-    """Call `f` in every process; if it fails in one, that one raises its error and all others ProcessFailed."""
-    error = None
-    try:
-        result = f()
-    except Exception as raised:
-        error = raised
-    failed = from_processes(np.array([error is not None]))
-    if error is not None:
-        raise error
-    if failed.any():
-        raise ProcessFailed(f'process {failed.argmax()} failed: fix the error that it reports')
-    return result
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), dict(batch))
 
 
 def cut_rows(tree: Tree, num_parts: int) -> Tree:

@@ -40,17 +40,18 @@ def to_path(name: str | os.PathLike | AnyPath) -> AnyPath:
     Raises Refused if `name` is not a path, the system cannot follow it (a loop of links, no permission), or the bucket
     cannot be listed.
     """
-    text = _text(name)
-    if is_in_bucket(text):
-        return buckets.to_path(text)
-    return disk_path(text)
+    if is_in_bucket(str(name)):
+        return buckets.to_path(str(name))
+    return disk_path(name)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
     """Return an absolute path on a disk, without `~` and `..`, which TensorStore refuses. Raises like `to_path`."""
-    text = _text(name)
-    if is_in_bucket(text):
-        raise Refused(f'{text} is in a bucket: name a path on a disk')
+    if is_in_bucket(str(name)):
+        raise Refused(f'{name} is in a bucket: name a path on a disk')
+    text = os.fspath(name)
+    if not text.strip():
+        raise Refused(f'{name!r} is not a path: name a file or a folder')
     expanded = os.path.expanduser(text)
     if expanded.startswith('~'):
         raise Refused(f'{text}: no user of that name: write ./{text} for a file with ~')
@@ -80,15 +81,6 @@ def to_kvstore(folder: AnyPath) -> dict[str, str]:
     return buckets.to_kvstore(folder)
 
 
-def _text(name: str | os.PathLike | AnyPath) -> str:
-    text = str(name)
-    if not is_in_bucket(text):
-        text = os.fspath(name)
-    if not text.strip():
-        raise Refused(f'{name!r} is not a path: name a file or a folder')
-    return text
-
-
 # Reading.
 
 
@@ -98,8 +90,7 @@ def open_file(
     """Open a file for reading: an absolute path on a disk or a URL of a bucket.
 
     A read from a bucket fetches `read_ahead` bytes more than asked, and reading forward fetches each byte once.
-    `num_bytes`, if the size is known, saves a request. Raises ReadError. Refuses the pointer that git leaves where
-    git-lfs is not installed.
+    `num_bytes`, if the size is known, saves a request. Raises ReadError. Refuses a pointer of git-lfs.
     """
     if is_in_bucket(name):
         return buckets.open_file(name, read_ahead, num_bytes)
@@ -114,10 +105,9 @@ def is_file(file: AnyPath) -> bool:
     """Return whether a path is a file. Raises OSError without permission to look."""
     try:
         return stat.S_ISREG(file.stat().st_mode)
-    except FileNotFoundError:
-        return False
     except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if not is_missing and error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
             raise
         return False
 
@@ -129,17 +119,10 @@ def status_of(file: str | AnyPath) -> FileStatus:
     return FileStatus(os.stat(file).st_size)
 
 
-def sizes_in(folder: AnyPath) -> dict[AnyPath, int]:
-    """Return {file: size} of a folder; {} if it does not exist."""
-    if isinstance(folder, Path):
-        return {file: file.stat().st_size for file in list_folder(folder)}
-    return {**buckets.sizes_in(folder)}
-
-
 def list_folder(folder: AnyPath) -> list[AnyPath]:
     """Return the files and folders in a folder; [] if it does not exist."""
     if not isinstance(folder, Path):
-        return [*buckets.sizes_in(folder)]
+        return [*buckets.list_folder(folder)]
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -198,11 +181,11 @@ def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
         yield
     except Exception as error:
         number = re.search(r"(?:os error |os_error_code=')(\d+)", str(error))
-        if number and not getattr(error, 'errno', None):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         if isinstance(error, OSError) and error.errno:
             if str(error.filename or prefix).startswith(prefix):
                 error.filename = str(path)
+        elif number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
         raise
 
 
@@ -242,25 +225,11 @@ def replace_file(file: AnyPath, content: bytes, writer: str = '') -> None:
         with replacing(file, writer) as stream:
             stream.write(content)
     else:
-        with buckets.client_errors(file, 'written', OSError):
-            file.fs.pipe_file(file.path, content)
-
-
-def rename_folder(folder: AnyPath, name: str) -> None:
-    """Rename a folder; a bucket copies its files. Raises OSError."""
-    if isinstance(folder, Path):
-        folder.rename(folder.with_name(name))
-    else:
-        with buckets.client_errors(folder, 'renamed', OSError):
-            files = folder.fs.find(folder.path)
-            new = folder.with_name(name).path
-            folder.fs.copy(files, [file.replace(folder.path, new, 1) for file in files])
-        remove_folder(folder)
+        buckets.write(file, content)
 
 
 def remove_folder(folder: AnyPath) -> None:
     if isinstance(folder, Path):
         shutil.rmtree(folder)
     else:
-        with buckets.client_errors(folder, 'removed', OSError):
-            folder.fs.rm(folder.path, recursive=True)
+        buckets.remove(folder)

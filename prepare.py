@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
-import io
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent import futures
 from typing import NamedTuple
 
@@ -20,7 +18,6 @@ from ml_collections import ConfigDict, FrozenConfigDict
 import checkpoint
 import data
 import formats.open
-import infer
 import loop
 import partition
 import paths
@@ -29,18 +26,14 @@ import tasks.open
 import train
 import validation
 from configs import check as settings
-from families import lora
 from formats import best, own_model, t5x
 from formats.vocabulary import kept_files
 from messages import Refused
 from randomness import digest
-from run import checks, console, memory, results, start, task_metrics, workdir
-from run.agreement import check_alike
-from run.examples import changes_of_targets
+from run import checks, console, memory, start, task_metrics, workdir
+from run.agreement import check_alike, gather
 from run.interval import Interval, NotFinite
-from run.introduction import introduction
-from run.lock import Lock, lock
-from run.task_metrics import TaskMetrics
+from run.introduction import introduce
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from stream import OpenMixture, OpenTask, Stream
 from vocabulary import Vocabulary
@@ -99,69 +92,71 @@ def fit_step(config: ConfigDict, spec: train.StepSpec) -> memory.Plan:
 def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     """Return a run in the workdir `folder` that is ready for its next step, or finished.
 
-    Restores the workdir's newest valid checkpoint if there is one. Raises Refused or OSError, before
-    anything is compiled, for invalid settings, files and folders.
+    The order: spec, text, start, vocabulary, streams, step, state, files, evaluations. Restores the newest valid
+    checkpoint if there is one. Raises Refused or OSError, before anything is compiled, for invalid settings and files.
     """
     spec = make_spec(config)
-    best.check_settings(config)
+    periods = {'eval': config.eval.every_steps, 'infer_eval': config.infer_eval.every_steps}
+    best.check_settings(config.save, config.train.early_stopping, periods)
     folder = paths.to_path(folder)
     checks.check_is_run(folder)
     terminal = console.Console()
     with terminal.working('Reading the text'):
         text = open_text(config)
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(lock_workdir(folder))
+        held = stack.enter_context(workdir.lock_folder(folder))
         checks.check_shared(folder)
         lines = best.read_metrics(folder)
+        needed = wanted(spec)
         with terminal.working('Verifying the newest checkpoint'):
-            begin = start.find_start(config, folder, wanted(spec), lines, terminal.line)
-        config = start.with_last_step(config, folder, begin)
+            begin = start.find_start(
+                folder, needed, config.restore, config.data, lines, terminal.line
+            )
+        config = config.copy_and_resolve_references()
+        config.train.steps = start.last_step(begin, config.train)
         lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
-        saver = checkpoint.Saver(  # removes unfinished saves, which may fill the disk
-            folder,
-            config.save.dtype,
-            lambda: workdir.prune(folder, config.save, metrics.history(config.save).rank),
-        )
+        end = start.end_of(begin, config.train, best.history(config.save, lines))
+        # Removes unfinished saves, which may fill the disk.
+        saver = checkpoint.Saver(folder, config.save.dtype, prune=lambda: kept.prune())
         with terminal.working('Preparing the vocabulary'):
             texts = training_texts(text.training)
             vocabulary = find_or_train_vocabulary(
                 config.data, folder, texts, config.model.vocab_size, begin.vocabulary_model
             )
-        resolved = resolve_settings(config, spec, text.training, vocabulary, begin, folder)
+        resolved = resolve_settings(config, spec, text.training, vocabulary, begin, needed.shapes)
         with terminal.working('Opening the text'):
-            open_split = functools.partial(open_stream, config, spec, vocabulary)
-            training = open_split(text.training, 'train', config.train.epochs or None)
-            held_out = open_split(text.held_out, 'validation', num_epochs=1)
-        introduce(terminal, config, spec, training, begin)
-        with terminal.working('Reading the examples of task metrics'):
-            answered = task_metrics.read_tasks(
-                config, config.infer_eval.split, vocabulary, text.answered, terminal.line
-            )
+            training, held_out = open_streams(config, spec, vocabulary, text)
+        introduce(
+            terminal, training, spec.model_config, spec.trained, spec.mesh, text.answered, begin
+        )
+        answered = task_metrics.read_tasks(
+            terminal, text.answered, vocabulary, config.data, config.infer_eval, config.decode
+        )
         if config.save.best_metric:
-            task_metrics.check_best_metric(config, held_out, answered)
-        end = end_of(config, begin, lines)
+            task_metrics.check_best_metric(config.save.best_metric, held_out, answered)
         planned, state = compile_and_restore(config, spec, begin, folder, end, terminal)
-        progress = SavedProgress()
-        if begin.is_resumed:
-            progress = seek(training, folder / f'checkpoint_{begin.step}')
+        progress = workdir.read_progress(begin.directory, training)
         resolved['train']['num_microbatches'] = planned.num_microbatches
         files = write_files(folder, resolved, spec, vocabulary)
-        metrics = workdir.Metrics(folder, lines, text.training.corpus)
+        metrics = workdir.Metrics(folder, lines, text.training.corpus, config.save)
         kept = workdir.Workdir(folder, held, metrics, saver, files)
         losses = validation.open_evaluations(
-            config,
+            config.eval,
+            spec.loss_config,
             spec.model_config,
             spec.mesh,
             training,
             held_out,
             planned.num_microbatches,
+            gather=gather,
             report=terminal.validation_losses,
         )
-        t5 = answering_model(spec, vocabulary)
-        answers = [TaskMetrics(task, spec.model_config, t5, folder, terminal) for task in answered]
+        answers = task_metrics.of_run(answered, spec.model_config, spec.mesh, folder, terminal)
         stack.pop_all()  # the run keeps its lock
     return loop.Run(
-        config=config,
+        train=config.train,
+        log_every_steps=config.log.every_steps,
+        save_every_steps=config.save.every_steps,
         workdir=kept,
         console=terminal,
         stream=training,
@@ -187,20 +182,12 @@ class Text(NamedTuple):
 def open_text(config: ConfigDict) -> Text:
     mixture = tasks.open.open_mixture(config.data)
     evaluated_alone = tasks.open.open_evaluated_alone(config.data, mixture)
+    held_out = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
     answered = []
     if config.infer_eval.every_steps:
-        answered = task_metrics.open_tasks(config, config.infer_eval.split)
-    checks.check_mixture(config, mixture)
-    held_out = dataclasses.replace(mixture, tasks=(*mixture.tasks, *evaluated_alone))
+        answered = task_metrics.open_tasks(config.data, config.infer_eval, config.decode)
+    checks.check_mixture(mixture, held_out, config.train.epochs)
     return Text(mixture, held_out, answered)
-
-
-def lock_workdir(folder: paths.AnyPath) -> Lock:
-    remedy = (
-        'stop that run, or name another --workdir; if this process has prepared it before, train '
-        'that run, or close its workdir.lock'
-    )
-    return lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
 
 
 def resolve_settings(
@@ -209,11 +196,11 @@ def resolve_settings(
     mixture: OpenMixture,
     vocabulary: Vocabulary,
     begin: start.Start,
-    folder: paths.AnyPath,
+    shapes: checkpoint.Shapes,
 ) -> dict:
     """Return the content of config.json: the settings, and the values that they stand for.
 
-    Raises Refused if they are not those of the run that is resumed.
+    Raises Refused if they, or the `shapes` of the state, are not those of the run that is resumed.
     """
     text = digest([mixture.fingerprint, vocabulary.hash, *spec.model_config.family.files])
     check_alike('the text, the vocabulary or the file of model.module', text.encode())
@@ -225,64 +212,36 @@ def resolve_settings(
     resolved['vocabulary_hash'] = vocabulary.hash
     if begin.base:
         resolved['base'] = begin.base
-    if begin.is_resumed:
-        directory = folder / f'checkpoint_{begin.step}'
-        own_model.check_same(directory, spec.model_config, otherwise='name another --workdir')
+    if begin.directory is not None:
+        otherwise = 'name another --workdir'
+        own_model.check_same(begin.directory, spec.model_config, otherwise)
         options = own_model.default_options(spec.model_config)
-        checks.compare_settings(directory, resolved, options, mixture)
-        formats.open.compare(wanted(spec).shapes, checkpoint.shapes(begin.leaves))
-    results.Results(folder).scores()  # raises Refused for a damaged file
+        checks.compare_settings(begin.directory, resolved, options, mixture)
+        formats.open.compare(shapes, checkpoint.shapes(begin.leaves))
     return resolved
 
 
-def open_stream(
-    config: ConfigDict,
-    spec: train.StepSpec,
-    vocabulary: Vocabulary,
-    mixture: OpenMixture,
-    split: str,
-    num_epochs: int | None,
-) -> Stream:
-    """Return the batches of a split, with this process's rows."""
+def open_streams(
+    config: ConfigDict, spec: train.StepSpec, vocabulary: Vocabulary, text: Text
+) -> tuple[Stream, Stream]:
+    """Return the batches for training and those for validation, with this process's rows."""
     sharding = NamedSharding(spec.mesh, partition.BATCH)
     parts = sharding.addressable_devices_indices_map((spec.batch_size,)).values()
     rows = np.concatenate([np.arange(spec.batch_size)[part] for part in parts])
-    return Stream(
-        mixture,
-        split,
+    training = Stream(
+        text.training,
+        'train',
         vocabulary,
         config.data,
         batch_size=spec.batch_size,
-        seed=config.seed,
+        seed=spec.seed,
         rows=range(rows.min(), rows.max() + 1),
-        num_epochs=num_epochs,
+        num_epochs=config.train.epochs or None,
     )
-
-
-def introduce(
-    terminal: console.Console,
-    config: ConfigDict,
-    spec: train.StepSpec,
-    training: Stream,
-    begin: start.Start,
-) -> None:
-    """Describe the model, the devices and the data."""
-    has_task_metrics = config.infer_eval.every_steps > 0
-    lines = introduction(training, spec.model_config, spec.trained, spec.mesh, has_task_metrics)
-    if not begin.is_resumed:
-        with terminal.working('Reading the first targets'):
-            lines += changes_of_targets(training.tasks)
-    for line in lines:
-        terminal.line(line)
-
-
-def end_of(config: ConfigDict, begin: start.Start, lines: Sequence[Mapping]) -> loop.End | None:
-    """Return why a run takes no more steps, if it does not. `lines`: of metrics.jsonl."""
-    if begin.is_resumed and begin.step >= config.train.steps:
-        return loop.End.STEPS
-    if best.history(config.save, lines).ends(config.train.early_stopping):
-        return loop.End.EARLY_STOPPING
-    return None
+    held_out = dataclasses.replace(
+        training, mixture=text.held_out, split='validation', num_epochs=1
+    )
+    return training, held_out
 
 
 def compile_and_restore(
@@ -320,24 +279,6 @@ def compile_and_restore(
         return planned, restore(spec, begin.leaves, dtype)
 
 
-class SavedProgress(NamedTuple):
-    """What loop.save keeps of a run beside its state."""
-
-    interval: Sequence[dict[str, float]] = ()  # metrics of the steps since the last logged one
-    num_not_finite: int = 0  # steps skipped
-
-
-def seek(training: Stream, directory: paths.AnyPath) -> SavedProgress:
-    """Continue a stream at the position that a checkpoint keeps; return the rest of its progress."""
-    positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
-    training.seek(positions[training.rows])
-    if jax.process_index() == 0:  # counts are summed over processes
-        num_examples = json.loads((directory / 'data_counts.json').read_bytes())
-        training.counts[:] = [num_examples[task.name] for task in training.tasks]
-    interval = json.loads((directory / 'interval.json').read_bytes())
-    return SavedProgress(interval, json.loads((directory / 'not_finite.json').read_bytes()))
-
-
 def write_files(
     folder: paths.AnyPath, resolved: Mapping, spec: train.StepSpec, vocabulary: Vocabulary
 ) -> dict[str, bytes]:
@@ -352,18 +293,11 @@ def write_files(
     return files | own_model.files_of(spec.model_config)
 
 
-def answering_model(spec: train.StepSpec, vocabulary: Vocabulary) -> infer.T5:
-    """Return the model, without adapters, that answers with parameters given later."""
-    base = lora.without_adapters(spec.model_config)
-    merge = functools.partial(lora.merge, spec.model_config)
-    params = jax.eval_shape(merge, spec.state_shapes.params)
-    return infer.T5(base, params, spec.mesh, vocabulary)
-
-
 def wanted(spec: train.StepSpec) -> start.Wanted:
     """Return the contents that a checkpoint needs for a run to start from it."""
     shapes = checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
-    return start.Wanted(spec.model_config, shapes, spec.trained)
+    factor = spec.loss_config.loss_normalizing_factor
+    return start.Wanted(spec.model_config, shapes, spec.trained, factor, spec.seed)
 
 
 def restore(
@@ -380,10 +314,9 @@ def restore(
     averages = t5x.average_paths(shardings)
 
     # Compute the missing initial arrays; XLA computes no others.
-    missing = {}
-    for path, sharding in shardings.items():
-        if path not in arrays and path not in averages:
-            missing[path] = sharding
+    missing = dict(shardings)
+    for path in (*arrays, *averages):
+        missing.pop(path, None)
 
     def initial_arrays():
         tree = state_names.to_t5x(*train.init(spec))

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
 from numpy.typing import NDArray
 
 Leaf = TypeVar('Leaf')  # an array, its shape, or how it is split
 
 STEP = 'state/step'
+SLOT_PREFIX = 'state/param_states/'
 T5X_SLOTS = ('m', 'v', 'v_col', 'v_row')  # Adafactor's; an unused one is [1] zeros
 FACTORED_SLOTS = {'v_row': -1, 'v_col': -2}  # the dimension, by size, that a slot averages over
 AVERAGE_SLOT = 'ema_params'  # optimizer.ParameterAverage
@@ -32,10 +32,8 @@ def to_t5x(
     tree: dict[str, Leaf | NDArray] = {STEP: step}
     for path, x in params.items():
         tree[f'target/{path}'] = x
-    paths = state_paths(opt_state, params)
-    for path, x in zip(paths, jax.tree.leaves(opt_state), strict=True):
+    for path, x in zip(state_paths(opt_state, params), jax.tree.leaves(opt_state), strict=True):
         tree[path] = x
-    for path in paths:
         owner, _, slot = path.rpartition('/')
         if slot in T5X_SLOTS:
             for t5x_slot in T5X_SLOTS:
@@ -56,13 +54,23 @@ def from_t5x(
 def state_paths(opt_state: optax.OptState, params: Collection[str]) -> list[str]:
     """Return the path in T5X's tree of each leaf of the state of an optax optimizer.
 
-    An array of a parameter is 'state/param_states/PARAM/SLOT', other leaves are 'state/optimizer/NAME', by the names of
-    fields and labels. A path that occurs again ends in '_1', and so on.
+    An array of a parameter is 'state/param_states/PARAM/SLOT', by the last field or label on the way to it; other leaves
+    are 'state/optimizer/NAME', by all of them. A path that occurs again ends in '_1', and so on.
     """
     occurrences: collections.Counter[str] = collections.Counter()
     paths = []
     for keys, _ in jax.tree_util.tree_leaves_with_path(opt_state):
-        path = leaf_path(keys, params)
+        owner = ''
+        fields = ['value']  # a name for an array that has none
+        for key in keys:
+            name = jax.tree_util.keystr((key,), simple=True)
+            if isinstance(key, jax.tree_util.DictKey) and name in params:
+                owner = name
+            elif not isinstance(key, jax.tree_util.SequenceKey):
+                fields.append(name)
+        path = '/'.join(['state/optimizer', *fields[1:]])
+        if owner:
+            path = f'{SLOT_PREFIX}{owner}/{fields[-1]}'
         number = occurrences[path]
         occurrences[path] += 1
         paths.append(f'{path}_{number}' if number else path)
@@ -78,46 +86,18 @@ def state_specs(
     keeps. Others are not split.
     """
 
-    def spec(keys: KeyPath, x: jax.ShapeDtypeStruct) -> P:
-        index = parameter_index(keys, params)
-        if index is None:
+    def spec(path: str, x: jax.ShapeDtypeStruct) -> P:
+        owner, _, slot = path.removeprefix(SLOT_PREFIX).rpartition('/')
+        if owner not in params:
             return P()
-        path = keys[index].key
-        shape = params[path].shape
+        shape = params[owner].shape
         if x.shape == shape:
-            return specs[path]
-        slot = leaf_path(keys, params).rpartition('/')[2]
-        if slot not in FACTORED_SLOTS or len(shape) < 2:
-            return P()
-        kept = 1 - np.argsort(shape[-2:])[FACTORED_SLOTS[slot]] + len(shape) - 2
-        if x.shape != (*shape[:-2], shape[kept]):
-            return P()
-        return P(*specs[path][:-2], specs[path][kept])
+            return specs[owner]
+        if slot in FACTORED_SLOTS and len(shape) >= 2:
+            kept = -1 - np.argsort(shape[-2:])[FACTORED_SLOTS[slot]]
+            if x.shape == (*shape[:-2], shape[kept]):
+                return P(*specs[owner][:-2], specs[owner][kept])
+        return P()
 
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
-
-
-def leaf_path(keys: KeyPath, params: Collection[str]) -> str:
-    """Return the path in T5X's tree of the leaf at `keys`, without a number."""
-    index = parameter_index(keys, params)
-    names = field_names(keys)
-    if index is None:
-        return '/'.join(['state/optimizer', *names])
-    path = keys[index].key
-    # The fields of a record of this parameter, as Adafactor's, or the field that has a dict of parameters.
-    slot = field_names(keys[index + 1 :]) or field_names(keys[:index])[-1:] or ['value']
-    return '/'.join(['state/param_states', path, *slot])
-
-
-def parameter_index(keys: KeyPath, params: Collection[str]) -> int | None:
-    """Return the index in `keys` of the path of a parameter; None without one."""
-    for i, key in enumerate(keys):
-        if isinstance(key, jax.tree_util.DictKey) and key.key in params:
-            return i
-    return None
-
-
-def field_names(keys: KeyPath) -> list[str]:
-    """Return the names of fields and labels in `keys`, without positions in tuples and lists."""
-    named = [key for key in keys if not isinstance(key, jax.tree_util.SequenceKey)]
-    return [jax.tree_util.keystr((key,), simple=True) for key in named]
+    leaves, structure = jax.tree.flatten(opt_state)
+    return jax.tree.unflatten(structure, map(spec, state_paths(opt_state, params), leaves))

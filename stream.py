@@ -7,6 +7,7 @@ every epoch of every task, so a process parses and tokenizes for its own rows al
 a function of the seed and of a position in the data, so a position is enough to resume. Imports no jax.
 """
 
+import collections
 import copy
 import dataclasses
 import itertools
@@ -22,16 +23,7 @@ import data
 from data import Example, Objective
 from messages import Refused, first_ten
 from randomness import permutation, random_bits
-from sources import (
-    NO_SPLIT,
-    Document,
-    FileRecord,
-    Record,
-    Share,
-    Source,
-    names_of_values,
-    weight_at,
-)
+from sources import Document, FileRecord, Record, Share, Source, names_of_values, weight_at
 from vocabulary import Vocabulary
 
 # A lane packs a window at a time: examples that fill ROWS_PER_WINDOW rows, at most EXAMPLES_PER_WINDOW.
@@ -43,21 +35,18 @@ EXAMPLES_PER_WINDOW = 512
 DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
 
 
-class Task(Protocol):
+class StreamedTask(Protocol):
     """The part of a tasks.Task that a stream uses."""
 
     @property
     def name(self) -> str: ...
 
-    @property
-    def validation_split(self) -> str: ...
-
     def preprocess(self, records: Iterable[dict]) -> Iterator[dict]: ...
 
-    def open_objective(self, config: ConfigDict, vocabulary: Vocabulary) -> Objective: ...
+    def open_objective(self, data_group: ConfigDict, vocabulary: Vocabulary) -> Objective: ...
 
 
-AnyTask = TypeVar('AnyTask', bound=Task)
+AnyTask = TypeVar('AnyTask', bound=StreamedTask)
 
 
 class OpenTask(NamedTuple, Generic[AnyTask]):
@@ -84,24 +73,11 @@ class OpenTask(NamedTuple, Generic[AnyTask]):
             reason = f'{type(error).__name__}: {error}'
             if self.source.bad_lines.action == 'stop':
                 names = first_ten([repr(name) for name in names_of_values(record.fields)])
-                error.add_note(f'{self.describe(record)}, task {self.name}; its fields: {names}')
+                where = self.source.bad_lines.place_of(record.name)
+                error.add_note(f'{where}, task {self.name}; its fields: {names}')
                 raise
-        self.add_bad(record.name, reason)
+        self.source.bad_lines.add_record(record.name, reason)
         return []
-
-    def describe(self, record: Record) -> str:
-        """Return the place of a record: 'line 15 of mine.jsonl', or its name if it is in no file."""
-        path, _, position = record.name.rpartition(':')
-        if not path:
-            return record.name
-        return self.source.bad_lines.line(path, int(position)).name()
-
-    def add_bad(self, name: str, reason: str) -> None:
-        """Count a bad record. Raise Refused if that stops the run (data.on_bad_line)."""
-        path, _, position = name.rpartition(':')
-        if not path:  # in no file: nothing is left out
-            raise Refused(f'{name}: {reason}')
-        self.source.bad_lines.add(path, int(position), reason)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +124,7 @@ class Stream:
     mixture: OpenMixture
     split: str
     vocabulary: Vocabulary
-    config: ConfigDict  # config.data
+    data_group: ConfigDict  # config.data
     batch_size: int
     seed: int
     rows: range = range(0)  # empty: all
@@ -160,25 +136,22 @@ class Stream:
             self.num_epochs = None
         self.tasks = []
         for task in self.mixture.tasks:
-            self.tasks.append(TokenizedTask(task, self.config, self.vocabulary))
+            self.tasks.append(TokenizedTask(task, self.data_group, self.vocabulary))
         num_sentinels = max(task.objective.num_sentinels for task in self.tasks)
         # The ids that mark spans in these tasks; other sentinels are text here.
         self.sentinel_ids = tuple(self.vocabulary.sentinel_ids[:num_sentinels].tolist())
-        self.pack_examples = data.PACKINGS[self.config.pack]
-        share = max(ROWS_IN_ALL_WINDOWS // self.batch_size, MIN_ROWS_PER_WINDOW)
-        self.rows_per_window = min(share, ROWS_PER_WINDOW)
+        self.pack_examples = data.PACKINGS[self.data_group.pack]
+        share = ROWS_IN_ALL_WINDOWS // self.batch_size
+        self.rows_per_window = min(max(share, MIN_ROWS_PER_WINDOW), ROWS_PER_WINDOW)
         # Every task needs text for training, one task of a mixture for validation.
         with_text = []
         for task in self.tasks:
-            if task.has_text(self.split, self.seed_of(task), self.batch_size):
+            if task.has_text(self.split):
                 with_text.append(task)
             elif self.split != 'validation':
                 task.source.raise_empty(self.split)
         if not with_text:
-            first = self.tasks[0]
-            if first.task.validation_split == NO_SPLIT:
-                raise Refused(f'data.validation_split: task {first.name!r} has none: name one')
-            first.source.raise_empty(self.split)
+            self.tasks[0].source.raise_empty(self.split)
         self.tasks = with_text
         # Examples given so far, and how many were cut: int64 [tasks, 2].
         self.counts = np.zeros((len(self.tasks), 2), np.int64)
@@ -188,19 +161,19 @@ class Stream:
     def position(self) -> NDArray:
         """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
 
-        Each row has the fields of a TaskPosition for each task, then `draw` and `given` of its window.
+        Each row has the fields of a TaskPosition for each task, then `draw` and `given` of its lane.
         """
         numbers: list[int] = []
         for lane in self._lanes:
-            tasks, draw, given = lane.position
-            numbers += [*itertools.chain.from_iterable(tasks), draw, given, 0, 0]
+            starts = itertools.chain.from_iterable(lane.starts)
+            numbers += [*starts, lane.draw, lane.given, 0, 0]
         return np.array(numbers, np.int64).reshape(len(self._lanes), len(self.tasks) + 1, 4)
 
     def seek(self, position: NDArray) -> None:
         self._lanes = []
         for row, (*tasks, window) in zip(self.rows, position.tolist(), strict=True):
-            starts = tuple([TaskPosition(*task) for task in tasks])
-            self._lanes.append(Lane(self, row, LanePosition(starts, window[0], window[1])))
+            starts = [TaskPosition(*task) for task in tasks]
+            self._lanes.append(Lane(self, row, starts, draw=window[0], given=window[1]))
 
     def of_each_task(self) -> list['Stream']:
         """Return a stream of one epoch of each task alone, for the same rows."""
@@ -219,7 +192,7 @@ class Stream:
         stream.seek(position)
         descriptions = []
         for lane in stream._lanes:
-            names = [name for _, example in lane.peek() for name in example.names]
+            names = [name for _, example in lane.next_row() for name in example.names]
             descriptions.append(', '.join(dict.fromkeys(names)))
         return descriptions
 
@@ -233,17 +206,12 @@ class Stream:
         drawn = [(task, example.is_trimmed) for row in rows for task, example in row]
         tasks, is_trimmed = np.array(drawn).T
         np.add.at(self.counts, tasks, np.stack([np.ones_like(tasks), is_trimmed], axis=1))
-        examples = [[example for _, example in row] for row in rows]
-        return self.batch_of(examples)
+        return self.batch_of([[example for _, example in row] for row in rows])
 
     def batch_of(self, rows: Sequence[Sequence[Example]]) -> dict[str, NDArray]:
         is_packed = self.pack_examples is not None
-        has_weights = bool(self.config.weight)
-        return data.encoder_decoder(rows, self.config.lengths, is_packed, has_weights)
-
-    def seed_of(self, task: 'TokenizedTask') -> int | str:
-        """Return the seed of a task: in a mixture each has its own."""
-        return self.seed if self.mixture.is_single else f'{self.seed} {task.name}'
+        has_weights = bool(self.data_group.weight)
+        return data.encoder_decoder(rows, self.data_group.lengths, is_packed, has_weights)
 
 
 class TaskPosition(NamedTuple):
@@ -252,14 +220,6 @@ class TaskPosition(NamedTuple):
     epoch: int = 0
     pool: int = 0
     offset: int = 0
-    given: int = 0
-
-
-class LanePosition(NamedTuple):
-    """A lane's position: at row `given` of the window that begins with its example number `draw`."""
-
-    tasks: tuple[TaskPosition, ...]  # start of the window in each task
-    draw: int = 0
     given: int = 0
 
 
@@ -274,48 +234,42 @@ class Drawn(NamedTuple):
 
 
 class Lane:
-    """The rows of one lane. `position` is that of the next row."""
+    """The rows of one lane. The next one is row `given` of a window, which begins with the lane's example `draw`."""
 
-    def __init__(self, stream: Stream, row: int, position: LanePosition):
-        self.position = position
+    def __init__(self, stream: Stream, row: int, starts: list[TaskPosition], draw: int, given: int):
+        self.starts = starts  # of the window in each task
+        self.draw = draw
+        self.given = given
         self._stream = stream
         self._row = row
-        self._lengths = dict(stream.config.lengths)  # reading a ConfigDict takes long
+        lengths = stream.data_group.lengths
+        self._limits = (lengths.inputs, lengths.targets)  # reading a ConfigDict takes long
         self._readers = []
-        for task, start in enumerate(position.tasks):
+        for task, start in zip(stream.tasks, starts, strict=True):
             self._readers.append(ExampleReader(stream, task, row, start))
-        self._draws = draw_tasks(stream, row, first=position.draw)
-        self._window: list[list[Drawn]] = []  # rows
-        self._given = 0  # rows given so far
+        self._draws = draw_tasks(stream, row, first=draw)
+        self._window: list[list[Drawn]] = []  # rows; none if the next window is due
 
     def next_row(self) -> list[Drawn]:
-        """Return the examples of the next row, and advance."""
-        row = self.peek()
-        self._given += 1
-        if self._given < len(self._window):
-            self.position = LanePosition(self.position.tasks, self.position.draw, self._given)
-        elif row:
-            tasks = tuple([reader.position for reader in self._readers])
-            num_examples = sum(len(row) for row in self._window)
-            self.position = LanePosition(tasks, draw=self.position.draw + num_examples)
-        return row
-
-    def peek(self) -> list[Drawn]:
-        """Return the examples of the next row, none after the last epoch; read and pack a window if it is due."""
-        if self._given >= len(self._window):
-            _, draw, given = self.position
+        """Return the examples of the next row, none after the last epoch, and advance."""
+        if not self._window:
             examples = list(self._read_window())
             if not examples:
                 return []
             self._window = [examples]
             if self._stream.pack_examples is not None:
                 sizes = np.array([[len(x.inputs), len(x.targets)] for _, x in examples])
-                limits = np.array([self._lengths['inputs'], self._lengths['targets']])
-                rows = self._stream.pack_examples(sizes, limits)
-                order = permutation(len(rows), 'rows', self._stream.seed, self._row, draw)
+                rows = self._stream.pack_examples(sizes, np.array(self._limits))
+                order = permutation(len(rows), 'rows', self._stream.seed, self._row, self.draw)
                 self._window = [[examples[i] for i in rows[k]] for k in order]
-            self._given = given
-        return self._window[self._given]
+        row = self._window[self.given]
+        self.given += 1
+        if self.given == len(self._window):
+            self.starts = [reader.position for reader in self._readers]
+            self.draw += sum(map(len, self._window))
+            self.given = 0
+            self._window = []
+        return row
 
     def _read_window(self) -> Iterator[Drawn]:
         """Yield the examples of the next window: one, if rows are not packed.
@@ -323,16 +277,16 @@ class Lane:
         A window of a single task ends with its epoch: few records start quickly.
         """
         max_rows = self._stream.rows_per_window
-        if self.position.draw == 0:  # stagger the first windows: lanes refill at different steps
+        if self.draw == 0:  # stagger the first windows: lanes refill at different steps
             max_rows = 1 + self._row % max_rows
+        max_inputs, max_targets = self._limits
         num_rows = 0.0
         for task in itertools.islice(self._draws, EXAMPLES_PER_WINDOW):
             example = self._readers[task].next_example()
             if example is None:
                 return
             yield Drawn(task, example)
-            inputs_share = len(example.inputs) / self._lengths['inputs']
-            num_rows += max(inputs_share, len(example.targets) / self._lengths['targets'])
+            num_rows += max(len(example.inputs) / max_inputs, len(example.targets) / max_targets)
             if self._stream.pack_examples is None or num_rows >= max_rows:
                 return
             if self._stream.mixture.is_single and self._readers[task].is_at_end_of_epoch():
@@ -352,35 +306,31 @@ def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
 
 
 class ExampleReader:
-    """Reads the examples of one lane in one task: its own part of every epoch, in groups of records."""
+    """Reads the examples of one lane in one task: its own part of every epoch, in groups of records.
 
-    def __init__(self, stream: Stream, task: int, row: int, position: TaskPosition):
+    `position` is that of the next example.
+    """
+
+    def __init__(self, stream: Stream, task: 'TokenizedTask', row: int, position: TaskPosition):
         self._split = stream.split
-        self._num_epochs = math.inf if stream.num_epochs is None else stream.num_epochs
-        self._task = stream.tasks[task]
-        self._share = Share(
-            stream.seed_of(self._task), epoch=0, lane=row, num_lanes=stream.batch_size
-        )
+        self._num_epochs = stream.num_epochs or math.inf
+        self._task = task
+        seed: int | str = stream.seed
+        if not stream.mixture.is_single:
+            seed = f'{seed} {task.name}'
+        self._share = Share(seed, position.epoch, lane=row, num_lanes=stream.batch_size)
         self._go_to(position)
 
     def _go_to(self, position: TaskPosition) -> None:
-        self._start = position  # the current group's
+        self.position = position
         self._end = position  # the next group's
-        self._examples: list[Example] = []  # the group's, in random order
-        self._given = 0  # examples given so far
+        self._examples: collections.deque[Example] = collections.deque()  # the rest of the group's
+        self._share = self._share._replace(epoch=position.epoch)
         self._documents: Iterator[Document] = iter(())
         if position.epoch < self._num_epochs:
-            share = self._share._replace(epoch=position.epoch)
             self._documents = self._task.source.documents(
-                self._split, share, position.pool, position.offset
+                self._split, self._share, position.pool, position.offset
             )
-
-    @property
-    def position(self) -> TaskPosition:
-        """The position of the next example."""
-        if self._given < len(self._examples):
-            return self._start._replace(given=self._given)
-        return self._end
 
     def next_example(self) -> Example | None:
         """Return the next example; None after the last epoch."""
@@ -390,22 +340,21 @@ class ExampleReader:
             if start.epoch >= self._num_epochs:
                 return None
             self._go_to(start)
-        example = self._examples[self._given]
-        self._given += 1
+        example = self._examples.popleft()
+        self.position = self.position._replace(given=self.position.given + 1)
+        if not self._examples:
+            self.position = self._end
         return example
 
     def is_at_end_of_epoch(self) -> bool:
         """Return whether the epoch has no more examples; make those of the next group if it is due."""
-        while self._given >= len(self._examples):
+        while not self._examples:
             group_size = self._task.objective.records_per_group
             documents = list(itertools.islice(self._documents, group_size))
             if not documents:
                 return True
-            self._start = self._end
-            last = documents[-1]
-            self._end = TaskPosition(self._start.epoch, pool=last.pool, offset=last.offset + 1)
-            start = self._start
-            key = (self._share.seed, start.epoch, self._share.lane, start.pool, start.offset)
+            seed, epoch, lane, _ = self._share
+            key = (seed, epoch, lane, self._end.pool, self._end.offset)
             records = [document.record for document in documents]
             tokenized = self._task.tokenize(records, *(key if self._split == 'train' else ()))
             names = [example.name for example in tokenized]
@@ -414,8 +363,10 @@ class ExampleReader:
             # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and each
             # shuffles the examples of its group. (Old runs rely on the word 'pieces' in the key.)
             order = permutation(len(examples), 'pieces', *key)
-            self._examples = [examples[i] for i in order]
-            self._given = start.given
+            self._examples.extend(examples[i] for i in order[self._end.given :])
+            self.position = self._end
+            last = documents[-1]
+            self._end = TaskPosition(epoch, pool=last.pool, offset=last.offset + 1)
         return False
 
 
@@ -430,16 +381,17 @@ class Tokenized(NamedTuple):
 class TokenizedTask:
     """A task whose records become ids, for the features of its objective."""
 
-    def __init__(self, task: OpenTask, config: ConfigDict, vocabulary: Vocabulary):
+    def __init__(self, task: OpenTask, data_group: ConfigDict, vocabulary: Vocabulary):
         self.opened = task
         self.name = task.name
         self.task = task.task
         self.source = task.source
         self.vocabulary = vocabulary
-        self.allow_empty_targets = config.allow_empty_targets
-        self.draws_targets = config.target_choice == 'random'
-        self.weight_field = config.weight[1:-1]  # '' for none
-        self.objective = task.task.open_objective(config, vocabulary)
+        self.draws_targets = data_group.target_choice == 'random'
+        self.weight_field = data_group.weight[1:-1]  # '' for none
+        self.objective = task.task.open_objective(data_group, vocabulary)
+        takes_inputs = 'inputs' in self.objective.features
+        self.must_answer = takes_inputs and not data_group.allow_empty_targets
         self.source.check_ids(self.objective.features, vocabulary.hash)
 
     def tokenize(self, records: Sequence[Record], *key: int | str) -> list[Tokenized]:
@@ -459,21 +411,20 @@ class TokenizedTask:
                 if joined.min(initial=0) >= 0 and joined.max(initial=0) < self.vocabulary.size:
                     examples.append(Tokenized(record.name, {}, cached))
                     continue
-                self.opened.add_bad(
+                self.source.bad_lines.add_record(
                     record.name,
                     f'ids from {joined.min()} to {joined.max()}, and the vocabulary has '
                     f'{self.vocabulary.size}: name the one of the cache with data.vocabulary',
                 )
             return examples
-        must_answer = 'inputs' in self.objective.features and not self.allow_empty_targets
         for i, record in enumerate(records):
             all_texts = self.opened.texts_of(record)
             for texts in all_texts if key and self.draws_targets else ():
                 references = texts.get('references') or [texts['targets']]
                 bits = random_bits((), 'target', i, *key)
                 texts['targets'] = references[int(bits) % len(references)]
-            if must_answer and not all(texts['targets'].strip() for texts in all_texts):
-                self.opened.add_bad(
+            if self.must_answer and not all(texts['targets'].strip() for texts in all_texts):
+                self.source.bad_lines.add_record(
                     record.name,
                     'its targets are empty; correct it, or set data.allow_empty_targets=True if no '
                     'answer is an answer',
@@ -485,7 +436,7 @@ class TokenizedTask:
                     try:
                         ids['weight'] = weight_at({**record.fields, **texts}, self.weight_field)
                     except Refused as error:
-                        self.opened.add_bad(record.name, str(error))
+                        self.source.bad_lines.add_record(record.name, str(error))
                         continue
                 examples.append(Tokenized(record.name, texts, ids))
         for feature in self.objective.features:
@@ -495,15 +446,13 @@ class TokenizedTask:
                 example.ids[feature] = of_feature
         return examples
 
-    def has_text(self, split: str, seed: int | str, num_lanes: int) -> bool:
-        """Return whether the objective makes an example with an id in the first epoch."""
+    def has_text(self, split: str) -> bool:
+        """Return whether the objective makes an example with an id from the records of a split."""
         if not self.source.may_hold(split):
             return False
-        for lane in range(num_lanes):
-            share = Share(seed=seed, epoch=0, lane=lane, num_lanes=num_lanes)
-            for document in self.source.documents(split, share):
-                for example in self.tokenize([document.record]):
-                    made = self.objective.examples([example.name], [example.ids], seed)
-                    if made and any(example.ids[x].size for x in self.objective.features):
-                        return True
+        for record in self.source.records(split):
+            for example in self.tokenize([record]):
+                made = self.objective.examples([example.name], [example.ids])
+                if made and any(example.ids[x].size for x in self.objective.features):
+                    return True
         return False

@@ -174,14 +174,6 @@ class StepSpec:
         return {path: tree[path] for path in self.trained}
 
     @functools.cached_property
-    def unsaved(self) -> frozenset[str]:
-        """The paths of the parameters that are in the base's checkpoint alone, in a run with adapters."""
-        adapters = model.adapter_paths(self.model_config)
-        if not adapters:
-            return frozenset()
-        return frozenset(model.shapes(self.model_config)).difference(adapters, self.trained)
-
-    @functools.cached_property
     def state_shapes(self) -> TrainState[jax.ShapeDtypeStruct]:
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
@@ -222,10 +214,9 @@ def lower_step(spec: StepSpec) -> jax.stages.Lowered:
     state = jax.tree.map(lambda x, to: x.update(sharding=to), spec.state_shapes, shardings)
     batch = {}
     for name, length in spec.feature_lengths.items():
-        shape = (spec.batch_size, length)
         is_float = spec.has_weights and name == 'decoder_loss_weights'
         dtype = jnp.float32 if is_float else jnp.int32
-        batch[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+        batch[name] = jax.ShapeDtypeStruct((spec.batch_size, length), dtype, sharding=rows)
     return jit_step(spec).lower(state, batch)
 
 
@@ -237,6 +228,8 @@ def compile_step(spec: StepSpec) -> jax.stages.Compiled:
 def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf | NDArray]:
     """Return a state as a checkpoint holds it, without the parameters in its base's checkpoint."""
     tree = state_names.to_t5x(*state)
-    for path in spec.unsaved:
-        del tree[f'{checkpoint.PARAMETER_PREFIX}{path}']
+    adapters = model.adapter_paths(spec.model_config)
+    if adapters:
+        for path in state.params.keys() - {*adapters, *spec.trained}:
+            del tree[f'{checkpoint.PARAMETER_PREFIX}{path}']
     return tree

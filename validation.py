@@ -6,7 +6,6 @@ run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/mod
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -30,31 +29,29 @@ from vocabulary import PAD_ID
 T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
 T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
-Sums = dict[str, jax.Array]  # loss.weighted_sums of a batch, and those of its text alone
+Gather = Callable[[Callable[[], NDArray]], NDArray]  # call in every process, stack the results
 
 
 @dataclasses.dataclass(eq=False)
 class Evaluation:
     """A model's losses on fixed batches of the validation split, beside the unigram baseline.
 
-    Differs from T5X: takes the first `eval.steps` batches of one pass. T5X repeats a small split.
+    Differs from T5X: takes the first `max_batches` of one pass. T5X repeats a small split.
     """
 
-    config: ConfigDict
-    mesh: Mesh
     name: str
     title: str  # in its line on the terminal
+    every_steps: int
+    max_batches: int
+    mesh: Mesh
     held_out: Stream | None  # None after its batches are read
-    vocabulary_size: int
-    not_text: tuple[int, ...]  # ids of padding, EOS and sentinels
+    is_text: NDArray  # bool, by id: not padding, EOS or a sentinel
     compute_sums: Callable
     training_counts: Callable[[], NDArray]  # per token, in this process's targets
+    gather: Gather
+    metrics_of: Callable[[Sequence[Mapping[str, float]]], dict[str, float]]  # `summarize`
     report: Callable[[str, Mapping[str, float]], None]  # (step and title, values)
     batches: list[dict[str, NDArray]] = dataclasses.field(default_factory=list)  # own rows
-
-    @property
-    def every_steps(self) -> int:
-        return self.config.eval.every_steps
 
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
@@ -66,14 +63,14 @@ class Evaluation:
         """
         if not self.read_batches(stop):
             return None
-        queued: list[Sums] = []
+        steps = []
         for count, batch in enumerate(self.batches, start=1):
-            queued.append(self.compute_sums(params, partition.place_rows(self.mesh, batch)))
+            steps.append(self.compute_sums(params, partition.place_rows(self.mesh, batch)))
             if count > 1:
-                jax.block_until_ready(queued[-2])  # compute one batch, queue one
+                jax.block_until_ready(steps[-2])  # compute one batch, queue one
             if stop(count):
                 return None
-        values = summarize(jax.device_get(queued), self.config) | self.unigram_baselines
+        values = self.metrics_of(jax.device_get(steps)) | self.unigram_baselines
         self.report(f'Step {step:,}{self.title}', values)
         return values
 
@@ -86,38 +83,36 @@ class Evaluation:
             return True
         held_out = self.held_out
 
-        def read_own() -> bool:
-            for batch in held_out:
+        def read_own() -> NDArray:
+            for batch in itertools.islice(held_out, self.max_batches - len(self.batches)):
                 self.batches.append(batch)
-                if len(self.batches) == self.config.eval.steps:
-                    break
                 if jax.process_count() == 1 and stop(0):
-                    return False
-            return True
+                    return np.array(-1)
+            return np.array(len(self.batches))
 
-        if not partition.in_all(read_own):
+        num_batches = int(self.gather(read_own).max())
+        if num_batches < 0:
             return False
         self.held_out = None  # frees the documents that its lanes hold
         # All processes must take the same number of steps, but the rows of some end first.
-        num_batches = int(partition.from_processes(np.array([len(self.batches)])).max())
-        empty_rows: list[list[data.Example]] = [[] for _ in held_out.rows]
-        padding = held_out.batch_of(empty_rows)
-        while len(self.batches) < num_batches:
-            self.batches.append(padding)
+        padding = held_out.batch_of([[] for _ in held_out.rows])
+        self.batches += [padding] * (num_batches - len(self.batches))
         return True
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
         """The loss in nats of a model that knows token frequencies alone: counts in training targets, plus one."""
-        training_counts = partition.in_all(self.training_counts)
-        own_counts = np.stack([training_counts, np.zeros_like(training_counts)])
-        for batch in self.batches:
-            np.add.at(own_counts[1], batch['decoder_target_tokens'], 1)
-        training_counts, validation_counts = partition.from_processes(own_counts).sum(axis=0)
-        ids = np.arange(len(training_counts))
-        is_text = (ids < self.vocabulary_size) & ~np.isin(ids, self.not_text)
+
+        def count_own() -> NDArray:
+            training_counts = self.training_counts()
+            validation_counts = np.zeros_like(training_counts)
+            for batch in self.batches:
+                np.add.at(validation_counts, batch['decoder_target_tokens'], 1)
+            return np.stack([training_counts, validation_counts])
+
+        training_counts, validation_counts = self.gather(count_own).sum(axis=0)
         baselines = {}
-        for name, tokens in (('text', is_text), ('target', ids > PAD_ID)):
+        for name, tokens in (('text', self.is_text), ('target', slice(PAD_ID + 1, None))):
             counts = validation_counts[tokens]
             q = training_counts[tokens] + 1
             nats = -(counts * np.log(q / q.sum())).sum()
@@ -126,49 +121,52 @@ class Evaluation:
 
 
 def open_evaluations(
-    config: ConfigDict,
+    eval_group: ConfigDict,
+    loss_config: FrozenConfigDict,
     model_config: T5Config,
     mesh: Mesh,
     training: Stream,
     held_out: Stream,
     num_microbatches: int,
+    gather: Gather,
     report: Callable[[str, Mapping[str, float]], None],
 ) -> list[Evaluation]:
     """Return the evaluations of the tasks with text for validation, all beside one baseline."""
     not_text = (PAD_ID, held_out.vocabulary.eos_id, *held_out.sentinel_ids)
-    compute_sums = make_sums(
-        config=model_config,
-        mesh=mesh,
-        loss_config=FrozenConfigDict(config.loss),
-        not_text=not_text,
-        num_microbatches=num_microbatches,
-    )
+    ids = np.arange(model_config.vocab_size)
 
     @functools.cache
     def training_counts() -> NDArray:
         """Count each token in the first UNIGRAM_TOKENS own targets, or in a shorter first epoch."""
-        counts = np.zeros(config.model.vocab_size, np.int64)
-        positions_per_batch = config.train.batch_size * config.data.lengths.targets
-        num_batches = math.ceil(UNIGRAM_TOKENS / positions_per_batch)
+        counts = np.zeros(model_config.vocab_size, np.int64)
+        positions_per_batch = training.batch_size * training.data_group.lengths.targets
+        num_batches = -(-UNIGRAM_TOKENS // positions_per_batch)
         first_epoch = dataclasses.replace(training, num_epochs=1)  # a mixture has no end
         for batch in itertools.islice(first_epoch, num_batches):
             np.add.at(counts, batch['decoder_target_tokens'], 1)
         return counts
 
+    is_text = (ids < held_out.vocabulary.size) & ~np.isin(ids, not_text)
+    compute_sums = make_sums(model_config, mesh, loss_config, not_text, num_microbatches)
+    metrics_of = functools.partial(
+        summarize, batch_size=held_out.batch_size, data_group=held_out.data_group
+    )
     streams = held_out.of_each_task()
     evaluations = []
     for stream in streams:
         name = stream.mixture.name
         evaluation = Evaluation(
-            config=config,
-            mesh=mesh,
             name=f'training_eval/{name}',
             title=f', {name}' if len(streams) > 1 else '',
+            every_steps=eval_group.every_steps,
+            max_batches=eval_group.steps,
+            mesh=mesh,
             held_out=stream,
-            vocabulary_size=held_out.vocabulary.size,
-            not_text=not_text,
+            is_text=is_text,
             compute_sums=compute_sums,
             training_counts=training_counts,
+            gather=gather,
+            metrics_of=metrics_of,
             report=report,
         )
         evaluations.append(evaluation)
@@ -181,11 +179,14 @@ def make_sums(
     loss_config: FrozenConfigDict,
     not_text: tuple[int, ...],
     num_microbatches: int,
-) -> Callable[[Mapping[str, jax.Array], Mapping[str, jax.Array]], Sums]:
+) -> Callable[[Mapping, Mapping], dict[str, jax.Array]]:
     """Return a compiled function (params, batch) -> sums of the global batch: loss.weighted_sums, add_aux, nats."""
     specs = model.param_specs(config)
     coefficients = config.family.losses(config)
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
+    weighted_sums = functools.partial(
+        loss.weighted_sums, z_loss=loss_config.z_loss, label_smoothing=loss_config.label_smoothing
+    )
 
     def device_sums(params, batch):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
@@ -194,14 +195,7 @@ def make_sums(
         def microbatch_sums(microbatch):
             batch, weights_bT = microbatch
             logits_bTv, aux = model.apply(model.logits, params, config, batch)
-            sums = loss.weighted_sums(
-                logits_bTv,
-                batch,
-                weights_bT,
-                divisor,
-                z_loss=loss_config.z_loss,
-                label_smoothing=loss_config.label_smoothing,
-            )
+            sums = weighted_sums(logits_bTv, batch, weights_bT, divisor)
             sums = loss.add_aux(sums, aux, coefficients, num_rows)
             # Nats without z-loss and smoothing.
             targets_bT = batch['decoder_target_tokens']
@@ -221,20 +215,22 @@ def make_sums(
     return jax.jit(sums)
 
 
-def summarize(steps: Sequence[Mapping[str, float]], config: ConfigDict) -> dict[str, float]:
+def summarize(
+    steps: Sequence[Mapping[str, float]], batch_size: int, data_group: ConfigDict
+) -> dict[str, float]:
     """Return T5X's metrics (t5x/models.py) from the sums of some steps.
 
     'nats_per_token' is the cross entropy without z-loss. Sums that are not T5X's are divided by the weights, like
     'accuracy', and sums of aux by the rows.
     """
     total = {name: sum(float(sums[name]) for sums in steps) for name in steps[0]}
-    num_rows = len(steps) * config.train.batch_size
-    inputs = num_rows * config.data.lengths.inputs  # positions, padding included
-    targets = num_rows * config.data.lengths.targets
+    num_rows = len(steps) * batch_size
+    inputs = num_rows * data_group.lengths.inputs  # positions, padding included
+    targets = num_rows * data_group.lengths.targets
     weights = max(total['weights'], 1e-9)
     tokens = total['encoder_tokens'] + total['decoder_tokens']
     encoder, decoder = 'encoder', 'decoder'
-    if config.data.pack == 'no':
+    if data_group.pack == 'no':
         encoder, decoder = 'encoder_input_tokens', 'decoder_target_tokens'
     metrics = {name: total[name] / weights for name in sum_names() if name not in T5X_SUMS}
     for name in total:
@@ -267,10 +263,9 @@ def sum_names() -> list[str]:
     batch = data.encoder_decoder([[]], {'inputs': 1, 'targets': 1}, pack=True)
 
     def sums(logits_bTv):
-        weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor=1.0)
-        return loss.weighted_sums(
-            logits_bTv, batch, weights_bT, divisor, z_loss=0.0, label_smoothing=0.0
-        )
+        weights_bT = jnp.ones((1, 1))
+        divisor = jnp.float32(1)
+        return loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, 0.0, 0.0)
 
     sums = partition.one_device(sums, P(None, None, 'model'))
     return list(jax.eval_shape(sums, jnp.zeros((1, 1, 128))))

@@ -24,6 +24,7 @@ UNK_ID = 2
 SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
 DEFAULT_EXTRA_IDS = 100  # T5's
 SENTINEL = re.compile(r'▁?<extra_id_(0|[1-9][0-9]{0,8})>')
+GLUED = re.compile(r'(?<=\S)<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 class Vocabulary(abc.ABC):
@@ -42,14 +43,6 @@ class Vocabulary(abc.ABC):
     @property
     def num_sentinels(self) -> int:
         return len(self.sentinel_ids)
-
-    @property
-    def names(self) -> list[str]:
-        """The piece of each id, or <extra_id_N>, even if that is a byte."""
-        names = list(self.pieces)
-        for number, i in enumerate(self.sentinel_ids):
-            names[i] = f'<extra_id_{number}>'
-        return names
 
     @property
     def hash(self) -> str:
@@ -93,8 +86,7 @@ class ByteVocabulary(Vocabulary):
 class SentencePieceVocabulary(Vocabulary):
     """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse order as in SeqIO.
 
-    A model with pieces called `<extra_id_N>` or `▁<extra_id_N>` (mT5's, cc_all.32000.100extra) has its own sentinels,
-    in any order, and gets no others.
+    A model with pieces `<extra_id_N>` or `▁<extra_id_N>`, such as mT5's, has its own sentinels and gets no others.
 
     `added_tokens`, {token: id}, are never split: a text is cut at them and its parts are encoded alone, as in
     transformers. The model's `added_settings` list them: pieces, or tokens that follow all pieces.
@@ -107,6 +99,7 @@ class SentencePieceVocabulary(Vocabulary):
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
             raise Refused(f'no SentencePiece model ({error})') from None
+        self.model = model
         self.eos_id = processor.eos_id()
         self.unk_id = processor.unk_id()
         pads = processor.is_control(PAD_ID) or processor.is_unknown(PAD_ID)
@@ -118,12 +111,11 @@ class SentencePieceVocabulary(Vocabulary):
         proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
         if len(sentinel_ids_of(pieces)) == 0:
             for i in reversed(range(extra_ids)):
-                added = f'▁<extra_id_{i}>'
+                pieces.append(f'▁<extra_id_{i}>')
                 # SentencePiece never cuts a text across a piece of this type.
-                proto.pieces.add(piece=added, type=proto.SentencePiece.USER_DEFINED)
-                pieces.append(added)
+                proto.pieces.add(piece=pieces[-1], type=proto.SentencePiece.USER_DEFINED)
         self.added_tokens = {}
-        content = added_settings(model)
+        content = added_settings(proto)
         if 'model' in content:
             raise Refused('version 0.2 made it of a tokenizer.json: put that file in its place')
         for token in content.get('added_tokens', []):
@@ -139,20 +131,9 @@ class SentencePieceVocabulary(Vocabulary):
             processor.load_from_serialized_proto(proto.SerializeToString())
         self.sentinel_ids = sentinel_ids_of(pieces)
         self.num_extra_ids = self.num_sentinels
-        self.model = model
         self.pieces = pieces
         self.size = len(pieces)
         self._processor = processor
-        # SentencePiece finds `▁<extra_id_N>` only at the beginning of a word: add blanks.
-        self._glued_sentinels = []
-        for begin, replacement in (('▁', r' \g<0> '), ('', r'\g<0> ')):
-            names = []
-            for number, i in enumerate(self.sentinel_ids):
-                if pieces[i] == f'{begin}<extra_id_{number}>':
-                    names.append(f'<extra_id_{number}>')
-            if names:
-                pattern = re.compile(rf'(?<=\S)({"|".join(names)})')
-                self._glued_sentinels.append((pattern, replacement))
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
         """Return the ids of each text, without EOS.
@@ -160,35 +141,38 @@ class SentencePieceVocabulary(Vocabulary):
         As in SeqIO, `<extra_id_0>` is a sentinel at the beginning of a word. With `glued_sentinels`, as in
         transformers, also within and after a word, and a new word begins after it.
         """
-        rows = [self.parts(text) for text in texts]
-        texts = [part for row in rows for part in row if isinstance(part, str)]
+        rows = [[text] for text in texts]
+        if self.added_tokens:
+            rows = [self._added.split(text) for text in texts]  # texts, and tokens between them
+        parts = [part for row in rows for part in row[::2]]
         if glued_sentinels:
-            for pattern, replacement in self._glued_sentinels:
-                texts = [pattern.sub(replacement, text) for text in texts]
-        encoded = self._processor.encode(texts, return_type='numpy', num_threads=self.num_threads)
-        if len(texts) == len(rows) == sum(map(len, rows)):
+            parts = [GLUED.sub(self.separate, part) for part in parts]
+        encoded = self._processor.encode(parts, return_type='numpy', num_threads=self.num_threads)
+        if len(parts) == len(rows):
             return encoded
-        ids_of_texts = iter(encoded)
+        ids_of_parts = iter(encoded)
         arrays = []
         for row in rows:
-            ids = [[part] if isinstance(part, int) else next(ids_of_texts) for part in row]
+            ids = [next(ids_of_parts)]
+            for token in row[1::2]:
+                ids += [[self.added_tokens[token]], next(ids_of_parts)]
             arrays.append(np.concatenate(ids).astype(np.int32))
         return arrays
 
-    def parts(self, text: str) -> list[str | int]:
-        """Return the ids of added tokens, with the texts before and after each."""
-        parts: list[str | int] = list(self._added.split(text) if self.added_tokens else [text])
-        parts[1::2] = [self.added_tokens[token] for token in parts[1::2]]  # type: ignore[index]
-        return parts
+    def separate(self, sentinel: re.Match) -> str:
+        """Return <extra_id_N> with blanks: SentencePiece finds `▁<extra_id_N>` only at the beginning of a word."""
+        number = int(sentinel[1])
+        if number >= self.num_sentinels:
+            return sentinel[0]
+        return self.pieces[self.sentinel_ids[number]].replace('▁', ' ') + ' '
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = self.before_eos(ids)
         return self._processor.decode([i if i < self.size else self.unk_id for i in ids])
 
 
-def added_settings(model: bytes) -> dict:
-    """Return our own settings in a model, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)  # type: ignore[attr-defined]
+def added_settings(proto) -> dict:
+    """Return our own settings in a ModelProto, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
     text = proto.normalizer_spec.normalization_rule_tsv
     # A text that is not UTF-8 comes as bytes.
     return json.loads(text) if isinstance(text, str) and text.startswith('{') else {}
@@ -211,12 +195,8 @@ def longest_of(tokens: Iterable[str]) -> re.Pattern:
 
 def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     """Return the ids of the pieces <extra_id_N>, in the order of N."""
-    found = []
-    for i, piece in enumerate(pieces):
-        match = SENTINEL.fullmatch(piece)
-        if match:
-            found.append((int(match[1]), i))
-    found.sort()
+    matches = map(SENTINEL.fullmatch, pieces)
+    found = sorted((int(match[1]), i) for i, match in enumerate(matches) if match)
     for expected, (number, _) in enumerate(found):
         if number != expected:
             raise Refused(

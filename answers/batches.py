@@ -1,4 +1,4 @@
-"""Examples of any number, computed in batches of few shapes. Imports no jax."""
+"""Questions of any number, computed in batches of few shapes. Imports no jax."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 LENGTH_MULTIPLE = 32  # for padding, because each length is compiled
-EXAMPLES_PER_CHUNK = 4096  # examples that `in_batches` sorts by length at a time
+EXAMPLES_PER_CHUNK = 4096  # questions that `in_batches` sorts by length at a time
 
 Ids = Sequence[int] | NDArray
 Result = TypeVar('Result')
 
 
-class Example(NamedTuple):
+class Question(NamedTuple):
     """Ids to answer or to score, EOS included."""
 
     inputs: Ids
@@ -24,7 +24,7 @@ class Example(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answers to an example, the best first."""
+    """The answers to a question, the best first."""
 
     tokens: list[list[int]]  # EOS included, padding not
     texts: list[str]  # empty without a vocabulary
@@ -32,23 +32,23 @@ class Answer(NamedTuple):
 
 
 def in_batches(
-    compute: Callable[[Sequence[Example], int], Iterable[Result]],
-    examples: Iterable[Example],
+    compute: Callable[[Sequence[Question], int], Iterable[Result]],
+    questions: Iterable[Question],
     batch_size: int,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Result]:
-    """Yield the results of `compute(batch, number of rows)`, in the order of the examples.
+    """Yield the results of `compute(batch, number of rows)`, in the order of the questions.
 
-    A chunk of examples is held at a time and sorted by length, for little padding; the longest come
+    A chunk of questions is held at a time and sorted by length, for little padding; the longest come
     first, because they need the most memory. All batches of a chunk have the same number of rows, so
-    few programs are compiled. `progress` is called with the number of examples of each batch.
+    few programs are compiled. `progress` is called with the number of questions of each batch.
     """
 
     def lengths(i: int) -> tuple[int, int, int]:
         num_inputs = len(chunk[i].inputs)
         return next_size(num_inputs, LENGTH_MULTIPLE), len(chunk[i].targets), num_inputs
 
-    iterator = iter(examples)
+    iterator = iter(questions)
     while chunk := list(itertools.islice(iterator, EXAMPLES_PER_CHUNK)):
         order = sorted(range(len(chunk)), key=lengths, reverse=True)
         num_rows = min(batch_size, len(chunk))

@@ -24,7 +24,10 @@ def ids_of(
     vocab_size: int,
     is_prompt: bool = False,
 ) -> list[NDArray]:
-    """Return the ids of each example; a text gets EOS. A prompt gets none and may be empty."""
+    """Return the ids of each example; a text gets EOS. A prompt gets none and may be empty or None."""
+    if is_prompt and isinstance(examples, list | tuple):
+        nothing = '' if any(isinstance(example, str) for example in examples) else ()
+        examples = [nothing if example is None else example for example in examples]
     if are_texts(examples):
         texts = list(map(str, examples))
         ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name

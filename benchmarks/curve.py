@@ -215,7 +215,7 @@ def run_t5x(run: loop.Run, folder: Path) -> Losses:
     (validation,) = run.evaluations
     assert validation.read_batches(lambda count: 0)
     batches = {
-        'train': [next(run.stream) for _ in range(run.config.train.steps)],
+        'train': [next(run.stream) for _ in range(run.train.steps)],
         'validation': validation.batches,
     }
     for split, of_split in batches.items():
@@ -224,7 +224,7 @@ def run_t5x(run: loop.Run, folder: Path) -> Losses:
     np.savez(folder / 't5x.npz', **arrays)
     arguments = {
         'checkout': FLAGS.t5x,
-        'sizes': {name: run.config.model[name] for name in train_t5x.SIZES},
+        'sizes': {name: getattr(run.spec.model_config, name) for name in train_t5x.SIZES},
         'learning_rate': RATE,
         'inputs': str(folder / 't5x.npz'),
     }

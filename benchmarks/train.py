@@ -88,7 +88,7 @@ flags.DEFINE_string('t5x', '', 'Folder of a checkout of T5X.')
 flags.DEFINE_string('t5x_python', sys.executable, "The Python that has T5X's packages.")
 
 
-class Job(NamedTuple):
+class Trial(NamedTuple):
     """What a contender does in a round."""
 
     device: str  # cpu or gpu
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.95')
     missing = turns.print_conditions('jax', 'torch', 'transformers')
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
+        trial = Trial(
             device=FLAGS.device,
             size=FLAGS.sizes[0],
             dtype=FLAGS.dtypes[0],
@@ -123,15 +123,15 @@ def main(argv: list[str]) -> None:
             num_steps=FLAGS.steps,
             vocabulary=f'{folder}/vocabulary.model',
         )
-        write_vocabulary(job)
+        write_vocabulary(trial)
         turns.print_header(
             'size', 'dtype', 'contender', 'parameters', 'sequences/s', 'GB', 'data wait', 'ours is'
         )
         for size in FLAGS.sizes:
             for dtype in FLAGS.dtypes:
-                job = job._replace(size=size, dtype=dtype)
+                trial = trial._replace(size=size, dtype=dtype)
                 contenders = {'ours': measure_ours} | rivals(dtype, not missing)
-                print_rows(job, turns.take_turns(contenders, FLAGS.rounds, job))
+                print_rows(trial, turns.take_turns(contenders, FLAGS.rounds, trial))
 
 
 def rivals(dtype: str, has_transformers: bool) -> dict[str, Callable]:
@@ -152,11 +152,11 @@ def rivals(dtype: str, has_transformers: bool) -> dict[str, Callable]:
     return named
 
 
-def print_rows(job: Job, found: Mapping[str, Sequence[Measurement]]) -> None:
+def print_rows(trial: Trial, found: Mapping[str, Sequence[Measurement]]) -> None:
     """Print the rows of a size and dtype."""
     rates = {}
     for name, rounds in found.items():
-        rates[name] = [job.batch_size / x.seconds for x in rounds]
+        rates[name] = [trial.batch_size / x.seconds for x in rounds]
     ours = statistics.median(rates['ours'])
     for name, rounds in found.items():
         num_parameters = f'{rounds[0].num_parameters:,}'
@@ -164,56 +164,58 @@ def print_rows(job: Job, found: Mapping[str, Sequence[Measurement]]) -> None:
         wait = f'{statistics.median(x.data_wait for x in rounds):.1%}' if name == 'ours' else ''
         ratio = f'{ours / statistics.median(rates[name]):.2f} x'
         cells = [num_parameters, turns.spread(rates[name]), gigabytes, wait, ratio]
-        turns.print_row(job.size, job.dtype, name, *cells)
-    limits = [job.batch_size / x.products_seconds for x in found['ours']]
+        turns.print_row(trial.size, trial.dtype, name, *cells)
+    limits = [trial.batch_size / x.products_seconds for x in found['ours']]
     ratio = f'{ours / statistics.median(limits):.2f} x'
-    turns.print_row(job.size, job.dtype, 'products alone', '', turns.spread(limits), '', '', ratio)
+    turns.print_row(
+        trial.size, trial.dtype, 'products alone', '', turns.spread(limits), '', '', ratio
+    )
 
 
 # The contenders.
 
 
-def config_of(job: Job) -> Any:
+def config_of(trial: Trial) -> Any:
     """Return the config of our run."""
-    config = t5_1_1.get_config('small' if job.size in ('tiny', 'long_local') else job.size)
-    if job.size == 'tiny':
+    config = t5_1_1.get_config('small' if trial.size in ('tiny', 'long_local') else trial.size)
+    if trial.size == 'tiny':
         config.model.update(TINY)
-    if job.size == 'long_local':
+    if trial.size == 'long_local':
         config.model.module = 'long_t5'
         config.model.options.update(encoder_attention='local')
         config.data.lengths.update(inputs=4096, targets=910)
         config.data.mean_noise_span_length = 10.0  # fewer spans than sentinels
-    config.model.dtype = job.dtype
+    config.model.dtype = trial.dtype
     config.model.dropout_rate = DROPOUT_RATE
     config.data.task = 'span_corruption'
     config.data.files = ''
-    config.data.num_workers = GPU_WORKERS if job.device == 'gpu' else 0
-    config.train.batch_size = job.batch_size
+    config.data.num_workers = GPU_WORKERS if trial.device == 'gpu' else 0
+    config.train.batch_size = trial.batch_size
     config.train.num_microbatches = 1
     return config
 
 
-def write_vocabulary(job: Job) -> None:
-    """Train a vocabulary on the text of the job."""
-    config = config_of(job).data
+def write_vocabulary(trial: Trial) -> None:
+    """Train a vocabulary on the text of the trial."""
+    config = config_of(trial).data
     texts = training_texts(tasks.open.open_mixture(config))
-    Path(job.vocabulary).write_bytes(train_vocabulary(texts, config.num_pieces))
+    Path(trial.vocabulary).write_bytes(train_vocabulary(texts, config.num_pieces))
 
 
-def measure_ours(job: Job) -> Measurement:
+def measure_ours(trial: Trial) -> Measurement:
     """Measure what loop.take_steps does between two lines of metrics."""
-    jax.config.update('jax_platforms', 'cuda' if job.device == 'gpu' else 'cpu')
+    jax.config.update('jax_platforms', 'cuda' if trial.device == 'gpu' else 'cpu')
     compilation_cache.use()
-    config = config_of(job)
+    config = config_of(trial)
     device = jax.devices()[0]
     spec = make_spec(config, devices=[device])
     train_step = train.compile_step(spec)
     stream = Stream(
         tasks.open.open_mixture(config.data),
         'train',
-        vocabulary.SentencePieceVocabulary(Path(job.vocabulary).read_bytes()),
+        vocabulary.SentencePieceVocabulary(Path(trial.vocabulary).read_bytes()),
         config.data,
-        batch_size=job.batch_size,
+        batch_size=trial.batch_size,
         seed=config.seed,
     )
     batches = Batches(stream, config.data.num_workers, may_end=False)
@@ -221,7 +223,7 @@ def measure_ours(job: Job) -> Measurement:
     num_parameters = sum(x.size for x in state.params.values())
     interval = Interval()
     clock = Clock()
-    for step in range(WARM_UP_STEPS + job.num_steps):
+    for step in range(WARM_UP_STEPS + trial.num_steps):
         if step == WARM_UP_STEPS:
             interval.wait(all_steps=True)
             interval = Interval()
@@ -237,7 +239,7 @@ def measure_ours(job: Job) -> Measurement:
     seconds = clock.seconds
     assert all(metrics['finite'] for metrics in interval.metrics)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if job.device == 'gpu':
+    if trial.device == 'gpu':
         peak_bytes = device.memory_stats()['peak_bytes_in_use']
     program = train.jit_step(spec).trace(state, on_device).jaxpr
     del state, on_device, metrics
@@ -245,7 +247,7 @@ def measure_ours(job: Job) -> Measurement:
     for product, count in products_in(program.jaxpr).items():
         products_seconds += count * measure_product(product)
     return Measurement(
-        seconds=seconds / job.num_steps,
+        seconds=seconds / trial.num_steps,
         num_parameters=num_parameters,
         peak_bytes=peak_bytes,
         data_wait=clock.data_wait_seconds / seconds,
@@ -253,9 +255,9 @@ def measure_ours(job: Job) -> Measurement:
     )
 
 
-def measure_transformers(weights: str, has_huge_pages: bool, job: Job) -> Measurement:
+def measure_transformers(weights: str, has_huge_pages: bool, trial: Trial) -> Measurement:
     """Measure the train step of transformers, with parameters of the dtype `weights`."""
-    config = config_of(job)
+    config = config_of(trial)
     sizes = {theirs: config.model[ours] for theirs, ours in hugging_face.SIZES.items()}
     sizes |= {
         'feed_forward_proj': 'gated-gelu',
@@ -264,39 +266,41 @@ def measure_transformers(weights: str, has_huge_pages: bool, job: Job) -> Measur
         'decoder_start_token_id': 0,
         'use_cache': False,
     }
-    if job.size == 'long_local':
+    if trial.size == 'long_local':
         sizes['encoder_attention_type'] = 'local'
     return run_program(
         'train_transformers.py',
         sys.executable,
         has_huge_pages,
-        job,
+        trial,
         sizes=sizes,
         weights=weights,
-        dtype=job.dtype,
-        device='cuda' if job.device == 'gpu' else 'cpu',
+        dtype=trial.dtype,
+        device='cuda' if trial.device == 'gpu' else 'cpu',
     )
 
 
-def measure_t5x(python: str, checkout: str, has_huge_pages: bool, job: Job) -> Measurement:
+def measure_t5x(python: str, checkout: str, has_huge_pages: bool, trial: Trial) -> Measurement:
     """Measure the train step of the T5X in `checkout`, in another Python."""
-    config = config_of(job)
+    config = config_of(trial)
     sizes = {name: config.model[name] for name in train_t5x.SIZES}
-    return run_program('train_t5x.py', python, has_huge_pages, job, sizes=sizes, checkout=checkout)
+    return run_program(
+        'train_t5x.py', python, has_huge_pages, trial, sizes=sizes, checkout=checkout
+    )
 
 
 def run_program(
-    file: str, python: str, has_huge_pages: bool, job: Job, **arguments: Any
+    file: str, python: str, has_huge_pages: bool, trial: Trial, **arguments: Any
 ) -> Measurement:
     """Run a program of this folder, which measures a rival, with a Python."""
-    lengths = config_of(job).data.lengths
+    lengths = config_of(trial).data.lengths
     arguments |= {
         'lengths': [lengths.inputs, lengths.targets],
-        'batch_size': job.batch_size,
+        'batch_size': trial.batch_size,
         'num_warm_up_steps': WARM_UP_STEPS,
-        'num_steps': job.num_steps,
+        'num_steps': trial.num_steps,
     }
-    environment = os.environ | ({'JAX_PLATFORMS': 'cpu'} if job.device == 'cpu' else {})
+    environment = os.environ | ({'JAX_PLATFORMS': 'cpu'} if trial.device == 'cpu' else {})
     if not has_huge_pages:
         environment.pop(process.VARIABLE, None)
     return Measurement(**turns.output_of(python, file, arguments, environment))

@@ -70,12 +70,12 @@ def declared() -> dict[str, Setting]:
     return found
 
 
-def check(config: ConfigDict) -> None:
-    """Refuse a `config` that lacks the settings of configs/base.py with valid values."""
-    if not isinstance(config, ConfigDict):
-        kind = type(config).__name__
+def check(tree: ConfigDict) -> None:
+    """Refuse the tree of all settings if it lacks one of configs/base.py, or a value is not valid."""
+    if not isinstance(tree, ConfigDict):
+        kind = type(tree).__name__
         raise Refused(f'--config: get_config() gave a {kind}: start as configs/tiny.py does')
-    found = dict(leaves(config))
+    found = dict(leaves(tree))
     for key in sorted(found.keys() - declared().keys()):
         if not key.startswith(OPTIONS):  # formats/own_model.py checks those
             raise Refused(f'{key} is not a setting: remove it, or add it to configs/base.py')
@@ -99,9 +99,9 @@ def check_value(key: str, value: Value) -> None:
         raise Refused(f"{key}={value!r}: must be one slot and nothing else, such as '{{answers}}'")
 
 
-def check_effects(config: ConfigDict, given: Collection[str]) -> None:
-    """Refuse settings `given` on the command line that have no effect."""
-    found = dict(leaves(config))
+def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
+    """Refuse settings `given` on the command line that have no effect in the tree of all settings."""
+    found = dict(leaves(tree))
     for setting, value, dependents in NEEDS:
         needed = setting
         acts = bool(found[setting])
@@ -113,16 +113,15 @@ def check_effects(config: ConfigDict, given: Collection[str]) -> None:
                 raise Refused(f'{key}={found[key]!r} has no effect without {needed}: set that, too')
 
 
-def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
-    """Give a config those of the settings `values`, {'seed': value}, that are model.options.
+def set_options(model: ConfigDict, values: Mapping[str, Value]) -> None:
+    """Set the model.options among the settings `values`, {'seed': value}.
 
     They may be new ones, and texts for numbers: formats/own_model.py checks them.
     """
-    group = config.model.options
-    with group.unlocked(), group.ignore_type():
+    with model.options.unlocked(), model.options.ignore_type():
         for key, value in values.items():
             if key.startswith(OPTIONS):
-                group[key.removeprefix(OPTIONS)] = value
+                model.options[key.removeprefix(OPTIONS)] = value
 
 
 def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
@@ -134,13 +133,18 @@ def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
     return content if 'model' in content else {}  # another program's
 
 
-def leaves(config: ConfigDict, prefix: str = '') -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of every setting, the key with dots as on the command line."""
-    for name, value in config.items():
-        if isinstance(value, ConfigDict):
-            yield from leaves(value, f'{prefix}{name}.')
+def leaves(tree: Mapping, prefix: str = '', separator: str = '.') -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of every setting in a tree or group, the key with dots as on the command line."""
+    for name, value in tree.items():
+        if isinstance(value, ConfigDict | dict):
+            yield from leaves(value, f'{prefix}{name}{separator}', separator)
         else:
             yield f'{prefix}{name}', value
+
+
+def flatten(content: Mapping) -> dict[str, Any]:
+    """Return {'model/vocab_size': 32128} of the content of a config.json."""
+    return dict(leaves(content, separator='/'))
 
 
 def describe() -> str:

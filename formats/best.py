@@ -121,20 +121,22 @@ def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
     return best
 
 
-def check_settings(config: ConfigDict) -> None:
-    """Raise Refused for settings of the best step that do not fit together."""
-    metric = config.save.best_metric
-    patience = config.train.early_stopping
-    if (metric and not config.save.best_is) or (patience and not metric):
+def check_settings(save: ConfigDict, early_stopping: int, periods: Mapping[str, int]) -> None:
+    """Raise Refused for settings of the best step that do not fit together.
+
+    `periods`: `every_steps` of the groups eval and infer_eval.
+    """
+    metric = save.best_metric
+    if (metric and not save.best_is) or (early_stopping and not metric):
         raise Refused(
-            f'save.best_metric={metric!r} with train.early_stopping={patience}: name a metric, such as '
+            f'save.best_metric={metric!r} with train.early_stopping={early_stopping}: name a metric, such as '
             'training_eval/TASK/loss, and set save.best_is=higher or lower'
         )
     if not metric:
         return
     group = 'infer_eval' if metric.startswith('inference_eval/') else 'eval'
-    evaluate_every = config[group].every_steps
-    save_every = config.save.every_steps
+    evaluate_every = periods[group]
+    save_every = save.every_steps
     if evaluate_every == 0 or (save_every % evaluate_every and evaluate_every % save_every):
         raise Refused(
             f'save.best_metric={metric!r} with save.every_steps={save_every} and {group}.every_steps='

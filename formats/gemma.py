@@ -13,7 +13,7 @@ import numpy as np
 
 import checkpoint
 import model
-from configs import setting
+from configs import check, setting
 from configs.setting import check_allowed
 from formats import own_model
 from formats.names import inverse, translate
@@ -304,7 +304,7 @@ def from_flax(
     """
     entries = {}
     settings: dict[str, Any] = {'model_type': T5GEMMA, 'encoder': {}, 'decoder': {}}
-    for path, x in checkpoint.flatten(tree).items():
+    for path, x in check.flatten(tree).items():
         stack, place, *names = path.split('/')
         layer = f'{stack}.{place.replace("layer_", "layers.")}'
         if place == 'embedder':

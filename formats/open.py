@@ -15,7 +15,7 @@ import model
 import paths
 from checkpoint import Leaf
 from configs import base
-from configs.check import read_stored
+from configs.check import flatten, read_stored
 from families import lora
 from formats import best, gemma, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
@@ -188,7 +188,7 @@ def identity(directory: paths.AnyPath) -> str:
             facts += [str(file), status]
             if status.checksum is None:
                 facts.append(file.stat().st_mtime_ns)
-    base = checkpoint.flatten(read_stored(directory)).get('base/directory')
+    base = flatten(read_stored(directory)).get('base/directory')
     if peft.is_folder(directory):
         base = peft.read_settings(directory)['base_model_name_or_path']
     if base:
@@ -284,7 +284,7 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
     for path in (embedding, bias, wo, out):
         num_dims = 3 if '/expert/' in path else 2
         if len(shapes.get(path, ())) != num_dims:
-            raise Refused(f'{directory} has no matrix {path!r}: name {checkpoint.FORMATS}')
+            raise Refused(f'{directory} has no matrix {path!r}: name {t5x.FORMATS}')
     vocab_size, emb_dim = shapes[embedding]
     num_heads = shapes[bias][0]
     mlp_dim = shapes[wo][-2]

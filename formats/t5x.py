@@ -20,8 +20,9 @@ import checkpoint
 import paths
 import state_names
 from checkpoint import Leaf
-from messages import Refused
+from messages import Refused, first_ten
 
+FORMATS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix or a Hugging Face folder'
 FAULT_BYTES = 2**16  # room for the faults that a process sends to the others
 
 
@@ -46,6 +47,11 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
             if paths.is_file(folder / name):
                 raise Refused(f'{folder} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
+    if not paths.is_file(directory) and not paths.is_file(directory / checkpoint.INDEX):
+        held = sorted(file.name for file in paths.list_folder(directory))
+        raise Refused(
+            f'{directory} has no checkpoint (it holds {first_ten(held) or "nothing"}): name {FORMATS}'
+        )
     index = unstack(checkpoint.read_index(directory))
     averages = average_paths(index)
     leaves = {path: leaf for path, leaf in index.items() if path not in averages}

@@ -172,10 +172,19 @@ def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
     return defaults | settings.read_stored(folder).get('data', {})
 
 
+def names_of(vocabulary: Vocabulary) -> list[str]:
+    """Return the piece of each id, or <extra_id_N>, even if that is a byte."""
+    names = list(vocabulary.pieces)
+    for number, i in enumerate(vocabulary.sentinel_ids):
+        names[i] = f'<extra_id_{number}>'
+    return names
+
+
 def changed_id(old: Vocabulary, new: Vocabulary) -> str:
     """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
-    new_names = new.names[: len(old.names)]
-    for i, (name, new_name) in enumerate(itertools.zip_longest(old.names, new_names)):
+    old_names = names_of(old)
+    new_names = names_of(new)[: len(old_names)]
+    for i, (name, new_name) in enumerate(itertools.zip_longest(old_names, new_names)):
         if name != new_name:
             return f'id {i} is {new_name!r} instead of {name!r}'
     return ''
@@ -252,7 +261,7 @@ def with_added_tokens(
     if isinstance(vocabulary, TokenizerVocabulary):
         return vocabulary.with_tokens(tokens)
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
-    content = added_settings(vocabulary.model)
+    content = added_settings(proto)
     added = content.get('added_tokens', [])
     added += [{'id': i, 'content': name} for name, i in tokens]
     content['added_tokens'] = sorted(added, key=lambda token: token['id'])

@@ -47,7 +47,7 @@ RECORDS_AT_ONCE = 128  # records tokenized together
 PROGRESS = '.progress'  # the folder of the statistics of finished shards
 
 
-class Job(NamedTuple):
+class ShardJob(NamedTuple):
     """One shard of one pass over a task: it writes one file for each of `splits`."""
 
     folder: Path  # of the task's cache
@@ -119,7 +119,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
     return messages
 
 
-def jobs_of(folder: Path, task: TokenizedTask) -> list[Job]:
+def jobs_of(folder: Path, task: TokenizedTask) -> list[ShardJob]:
     """Return all shards of a task: their number depends on its files alone.
 
     Without files for validation, one pass writes both splits.
@@ -139,7 +139,7 @@ def jobs_of(folder: Path, task: TokenizedTask) -> list[Job]:
             most = len(part.names)
         num_shards = min(max(num_bytes // BYTES_PER_SHARD, 1), most)
         for shard in range(num_shards):
-            jobs.append(Job(folder, task.name, tuple(splits), shard, num_shards))
+            jobs.append(ShardJob(folder, task.name, tuple(splits), shard, num_shards))
     return jobs
 
 
@@ -149,7 +149,7 @@ class ShardWriter:
     The end of `unfinished` gives the files their names.
     """
 
-    def __init__(self, job: Job, split: str, unfinished: contextlib.ExitStack):
+    def __init__(self, job: ShardJob, split: str, unfinished: contextlib.ExitStack):
         path = str(job.file(split))
         self._statistics_file = job.statistics_file(split)
         self._files: list[IO[bytes]] = []
@@ -195,7 +195,7 @@ class ShardWriter:
         paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
 
 
-def write_shard(task: TokenizedTask, job: Job) -> Iterator[int]:
+def write_shard(task: TokenizedTask, job: ShardJob) -> Iterator[int]:
     """Write the files of a shard. Yield the number of new examples now and then."""
     records = records_of(task.source, job)
     with contextlib.ExitStack() as unfinished:
@@ -210,7 +210,7 @@ def write_shard(task: TokenizedTask, job: Job) -> Iterator[int]:
         writer.finish()
 
 
-def records_of(source: Source, job: Job) -> Iterator[tuple[str, Record]]:
+def records_of(source: Source, job: ShardJob) -> Iterator[tuple[str, Record]]:
     """Yield the records of a shard in a random order, each with its split."""
     part = source.part_of(job.splits[0])
     share = Share(seed=0, epoch=0, lane=job.shard, num_lanes=job.num_shards)
@@ -223,7 +223,7 @@ def records_of(source: Source, job: Job) -> Iterator[tuple[str, Record]]:
             yield 'validation' if is_held_out else job.splits[0], record
 
 
-def run_jobs(config: ConfigDict, jobs: Sequence[Job]) -> None:
+def run_jobs(config: ConfigDict, jobs: Sequence[ShardJob]) -> None:
     """Write shards in processes of their own, and show their progress. Raise an error that one sends."""
     num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
     context = multiprocessing.get_context('spawn')
@@ -269,7 +269,7 @@ def run_jobs(config: ConfigDict, jobs: Sequence[Job]) -> None:
         )
 
 
-def write_shards(config: ConfigDict, jobs: Sequence[Job], connection: Connection) -> None:
+def write_shards(config: ConfigDict, jobs: Sequence[ShardJob], connection: Connection) -> None:
     prefetch.send_all(reports(config, jobs), connection)
 
 
@@ -279,7 +279,7 @@ def vocabulary_of(config: ConfigDict) -> Vocabulary:
     return add_tokens(named, config.added_tokens)
 
 
-def reports(config: ConfigDict, jobs: Sequence[Job]) -> Iterator[tuple[int, int, list[str]]]:
+def reports(config: ConfigDict, jobs: Sequence[ShardJob]) -> Iterator[tuple[int, int, list[str]]]:
     """Write shards. Yield the new examples, new shards and lines left out, of each group of records."""
     vocabulary = vocabulary_of(config)
     found = tasks.open.tasks_of(tasks.open.find(config))
@@ -317,7 +317,7 @@ def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) ->
         raise Refused(f'{folder} is of other data ({", ".join(changed)} changed): remove it')
 
 
-def complete(folder: Path, jobs: Sequence[Job]) -> str:
+def complete(folder: Path, jobs: Sequence[ShardJob]) -> str:
     """Complete a cache if it has all shards. Return what to print."""
     statistics: dict[str, list[dict[str, int]]] = {}
     num_missing = 0

@@ -161,7 +161,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if FLAGS.mode == 'tasks':
         FLAGS.config.data.task = ''.join(words) or changes().get('data.task', '')
     settings.check(FLAGS.config)
-    settings.set_options(FLAGS.config, OPTIONS)
+    settings.set_options(FLAGS.config.model, OPTIONS)
     if FLAGS.mode == 'train':
         settings.check_effects(FLAGS.config, changes())
     return FLAGS.config

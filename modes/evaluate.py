@@ -28,7 +28,7 @@ from modes import command_line, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
 from paths import AnyPath
 from randomness import digest
-from run import checks, results, task_metrics, workdir
+from run import agreement, checks, results, task_metrics, workdir
 from run.console import Console
 from run.examples import check_split
 from sources.files import FileRecord
@@ -87,8 +87,9 @@ class CheckpointEvaluation:
         self.watch = watch
         self.model_config = model_config
         self.dtype = config.restore.dtype
-        self.split = split or config.infer_eval.split
-        check_split(self.split)
+        infer_eval = config.infer_eval.copy_and_resolve_references()
+        infer_eval.split = split or infer_eval.split
+        check_split(infer_eval.split)
         self.console = Console()
         self.run_folder, self.checkpoints = choose(path, step, watch)
         self.folder = output_folder(self.run_folder, output_dir)
@@ -97,18 +98,17 @@ class CheckpointEvaluation:
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
         self.loaded_path: AnyPath | None = None  # the checkpoint that it was loaded from
-        opened = task_metrics.open_tasks(config, self.split)
+        opened = task_metrics.open_tasks(config.data, infer_eval, config.decode)
         first = self.run_folder  # has none yet
         if self.checkpoints:
             first, _ = self.checkpoints[0]
         if self.folder in (first, first.parent):
-            check_files_of_run(first, config, opened, self.split)
+            check_files_of_run(first, config, opened, infer_eval.split)
         self.vocabulary = vocabulary_of_checkpoint(first, config.data)
-        with self.console.working('Reading the tasks'):
-            self.tasks = task_metrics.read_tasks(
-                config, self.split, self.vocabulary, opened, self.console.line
-            )
-        partition.in_all(self.check_others)
+        self.tasks = task_metrics.read_tasks(
+            self.console, opened, self.vocabulary, config.data, infer_eval, config.decode
+        )
+        agreement.in_all(self.check_others)
         self.events = workdir.Events(self.folder / results.FOLDER)
 
     def run(self) -> None:
@@ -168,7 +168,7 @@ class CheckpointEvaluation:
                 except Deleted as error:
                     self.console.line(str(error))
             has_ended = newest >= last_step(run) and evaluated.issuperset(steps)
-            if partition.from_first_process(np.array(has_ended)):
+            if agreement.from_first_process(np.array(has_ended)):
                 return
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
@@ -177,14 +177,14 @@ class CheckpointEvaluation:
         for task in self.tasks:
             identity = self.identity(task, path)
             is_evaluated = self.results.settings_of(task.name, step) == identity
-            if partition.from_first_process(np.array(is_evaluated)):
+            if agreement.from_first_process(np.array(is_evaluated)):
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
                 continue
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
                 found = task.results(self.load(path))
             assert found is not None
             evaluated = task._replace(settings=identity)
-            partition.in_all(functools.partial(self.write, evaluated, step, found))
+            agreement.in_all(functools.partial(self.write, evaluated, step, found))
             self.console.line(results.describe(step, task.split, task.name, found.values))
 
     def write(
@@ -209,9 +209,9 @@ class CheckpointEvaluation:
             return loaded
 
         try:
-            loaded = partition.in_all(read)
+            loaded = agreement.in_all(read)
         except (ValueError, OSError):
-            if not partition.from_processes(np.array(path.exists())).all():
+            if not agreement.from_processes(np.array(path.exists())).all():
                 raise Deleted(f'{path} was deleted meanwhile: name another --step') from None
             raise
         self.loaded_path = path
@@ -287,12 +287,12 @@ def check_files_of_run(
 
 def of_first_process(steps: Sequence[int]) -> list[int]:
     """Return the steps that the first process has found: training may save one meanwhile."""
-    num_steps = int(partition.from_first_process(np.array(len(steps))))
+    num_steps = int(agreement.from_first_process(np.array(len(steps))))
     if num_steps == 0:
         return []
     same_number = np.zeros(num_steps, np.int64)
     same_number[: len(steps)] = steps[:num_steps]
-    return partition.from_first_process(same_number).tolist()
+    return agreement.from_first_process(same_number).tolist()
 
 
 def last_step(run: AnyPath) -> float:

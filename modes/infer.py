@@ -52,8 +52,8 @@ from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
 from randomness import digest
 from run import checks, results
-from run.agreement import check_alike
-from run.examples import PRETOKENIZED, Example, check_split, read_split
+from run.agreement import check_alike, from_first_process
+from run.examples import PRETOKENIZED, RecordExample, check_split, read_split
 from run.lock import lock
 from run.task_metrics import decoding_of
 
@@ -103,7 +103,7 @@ class Part:
     """The examples of one task or file that are in the shard, or those of one file of encodings."""
 
     name: str
-    examples: list[infer.Example] = dataclasses.field(default_factory=list)
+    examples: list[infer.Question] = dataclasses.field(default_factory=list)
     written: list[dict] = dataclasses.field(default_factory=list)  # the fields that a line has
     num_examples: int = 0  # all shards together
     digest: str = ''  # a hash of the examples of all shards
@@ -230,7 +230,7 @@ def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterato
             group = []
 
 
-def read(name: str, examples: Iterable[Example], request: Request, first: int = 0) -> Part:
+def read(name: str, examples: Iterable[RecordExample], request: Request, first: int = 0) -> Part:
     """Read all examples: what is wrong with one of them is found before anything is computed.
 
     `first`: the number of the first one.
@@ -243,7 +243,7 @@ def read(name: str, examples: Iterable[Example], request: Request, first: int = 
         if targets is None or request.encode:
             targets = np.zeros(0, np.int32)
         if number % request.num_shards == request.shard - 1:
-            part.examples.append(infer.Example(example.inputs, targets, number))
+            part.examples.append(infer.Question(example.inputs, targets, number))
             part.written.append(written)
         part.num_examples += 1
         facts = [written, example.inputs, targets]
@@ -289,7 +289,7 @@ def infer_all(job: Job) -> list[str]:
     if job.request.output_dir:
         job.messages.extend(write_files(job))
     elif job.request.text is not None:
-        answer_text(job, load(job), infer.Example(job.text_ids))
+        answer_text(job, load(job), infer.Question(job.text_ids))
     else:
         t5 = load(job)
         with progress_bar(job.parts) as bar:
@@ -328,7 +328,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
             text = process.read_line('> ')
             if text.strip():
                 ids = encode_text(job, text, 'this line')
-                answer_text(job, t5, infer.Example(ids, number=number))
+                answer_text(job, t5, infer.Question(ids, number=number))
         except EOFError:
             print(flush=True)
             return
@@ -340,7 +340,7 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
             say(error)
 
 
-def answer_text(job: Job, t5: infer.T5, example: infer.Example) -> None:
+def answer_text(job: Job, t5: infer.T5, example: infer.Question) -> None:
     """Print the answers to one text."""
     [answer] = infer.answer_batch(t5, job.decoding, [example])
     if jax.process_index() > 0:
@@ -372,7 +372,7 @@ def results_of(
     request = job.request
     settings = job.config.decode
 
-    def compute(batch: Sequence[infer.Example], num_rows: int) -> Iterable:
+    def compute(batch: Sequence[infer.Question], num_rows: int) -> Iterable:
         if request.score:
             choices = [example._replace(targets=[example.targets]) for example in batch]
             return infer.score_batch(t5, choices, num_rows)
@@ -381,7 +381,7 @@ def results_of(
         encoded = infer.encode_batch(t5, batch, num_rows)
         return map(pooled, batch, encoded) if request.pool == 'mean' else encoded
 
-    def pooled(example: infer.Example, outputs_MD: np.ndarray) -> np.ndarray:
+    def pooled(example: infer.Question, outputs_MD: np.ndarray) -> np.ndarray:
         return outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0, keepdims=True)
 
     def one_or_all(values: list) -> Any:
@@ -455,7 +455,7 @@ def write_files(job: Job) -> list[str]:
                 paths.replace_file(folder / SETTINGS, content, writer=lock_file.name)
         missing = {}
         for path, part in files.items():
-            if not partition.from_first_process(np.array(path.exists())):
+            if not from_first_process(np.array(path.exists())):
                 missing[path] = part
         if missing:
             write_missing(job, missing)

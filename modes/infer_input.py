@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 import tasks
 import tasks.open
 from messages import Refused, named
-from run.examples import RECORDS_AT_ONCE, Example
+from run.examples import RECORDS_AT_ONCE, RecordExample
 from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
@@ -103,7 +103,7 @@ class FileExamples:
         self.header: list[str] = []  # a table's
         self.has_more = False  # of standard input: lines that are there and not read
 
-    def __iter__(self) -> Iterator[Example]:
+    def __iter__(self) -> Iterator[RecordExample]:
         rows: Iterator[tuple[int, str | dict]] = self.lines()
         if self.kind == 'parquet':
             rows = self.parquet_rows()
@@ -171,7 +171,7 @@ class FileExamples:
         except parquet.DamagedFile as error:
             raise Refused(f'{self.title}: {error}') from None
 
-    def examples_of(self, rows: Sequence[tuple[int, str | dict]]) -> Iterator[Example]:
+    def examples_of(self, rows: Sequence[tuple[int, str | dict]]) -> Iterator[RecordExample]:
         fields = []
         texts = []
         for number, row in rows:
@@ -187,7 +187,7 @@ class FileExamples:
                 whole = next(every_ids)
                 length = self.config.lengths[name]
                 ids[name] = ended(title, whole, self.vocabulary.eos_id, name, length, self.trim)
-            yield Example(fields[i] | texts[i], ids['inputs'], ids.get('targets'))
+            yield RecordExample(fields[i] | texts[i], ids['inputs'], ids.get('targets'))
 
     def fields_of(self, row: str | dict) -> dict:
         """Return the fields of a line, or of a row of Parquet."""

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-import checkpoint
 import formats.open
 import paths
 from configs import base, check
 from formats import own_model
-from formats.vocabulary import changed_id, check_tokens, named_vocabulary, own_vocabulary
+from formats.vocabulary import changed_id, check_tokens, named_vocabulary, names_of, own_vocabulary
 from messages import Refused
 from model import T5Config
 from vocabulary import Vocabulary
@@ -35,16 +34,18 @@ def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
     the checkpoint brings, are not the run's.
     """
     config = base.get_config()
-    stored = checkpoint.flatten(check.read_stored(directory))
+    stored = check.flatten(check.read_stored(directory))
     for key, _ in check.leaves(config):
         name = key.replace('.', '/')
         if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
             config.update_from_flattened_dict({key: stored[name]})
-    check.set_options(config, {name.replace('/', '.'): value for name, value in stored.items()})
+    check.set_options(
+        config.model, {name.replace('/', '.'): value for name, value in stored.items()}
+    )
     for key, value in changes.items():
         if not key.startswith(check.OPTIONS):
             config.update_from_flattened_dict({key: value})
-    check.set_options(config, changes)
+    check.set_options(config.model, changes)
     return config
 
 
@@ -114,7 +115,7 @@ def settings_and_model(
     check.check(config)
     model_config = own_model.load(config.model)
     options = own_model.as_dict(model_config.options)  # typed, and all of them
-    check.set_options(config, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
+    check.set_options(config.model, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
     return config, model_config
 
 
@@ -129,7 +130,7 @@ def vocabulary_of_checkpoint(directory: paths.AnyPath, config: ConfigDict) -> Vo
         found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     if found is None:
         raise Refused(f'{directory} has no vocabulary: name its own with --config.data.vocabulary')
-    if own is not None and own.names != found.names:
+    if own is not None and names_of(own) != names_of(found):
         change = changed_id(own, found) or 'it has more'
         raise Refused(
             f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'

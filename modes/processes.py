@@ -205,7 +205,7 @@ class Group:
         if self.client is None:
             errors.report(error)
             return status
-        from partition import ProcessFailed  # imports JAX
+        from run.agreement import ProcessFailed  # imports JAX
 
         # Another process may be lost, and the heartbeat names it later. XLA's errors are JaxRuntimeError or, of
         # an array that is fetched, ValueError.

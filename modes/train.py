@@ -21,7 +21,6 @@ from modes import command_line, process
 from modes.of_checkpoint import with_restored_sizes
 from prepare import prepare
 from run.console import Console
-from run.interval import Metrics
 
 FOLDER = 'profile'  # in the workdir
 
@@ -60,7 +59,7 @@ def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
         return loop.train(run, stop)
     compiled_step = run.train_step
     first = run.step + 1
-    last = run.config.train.steps
+    last = run.train.steps
     taken = range(max(steps[0], first), min(steps[-1], last) + 1)
     if len(taken) < len(steps):
         run.console.line(
@@ -73,7 +72,7 @@ def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
 
     def train_step(
         state: train.TrainState, batch: Mapping[str, jax.Array]
-    ) -> tuple[train.TrainState, Metrics]:
+    ) -> tuple[train.TrainState, Mapping[str, jax.Array]]:
         step = next(numbers)
         if step == taken[0]:
             jax.block_until_ready(state)

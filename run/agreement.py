@@ -1,21 +1,61 @@
-"""What all processes of a run agree on: when their batches end, and when a signal stops them."""
+"""Messages between the processes of a run, and what all of them agree on: the end of batches, a signal to stop."""
 
 import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from numpy.typing import NDArray
 
-import partition
 from messages import Refused
 from run import prefetch
 from stream import Stream
 
 STEPS_PER_AGREEMENT = 10  # several processes ask each other this often whether to stop
 SLOW_STEP_SECONDS = 1  # and after every step if steps take longer than this
+
+Result = TypeVar('Result')
+
+
+def from_processes(x: NDArray) -> NDArray:
+    """Return the arrays that all processes pass as `x`, stacked: [processes, ...]."""
+    content = np.frombuffer(x.tobytes(), np.uint8)  # JAX would cut 64-bit numbers
+    all_bytes = np.asarray(multihost_utils.process_allgather(content, tiled=True))
+    return all_bytes.reshape(-1, x.nbytes).view(x.dtype).reshape(-1, *x.shape)
+
+
+def from_first_process(x: NDArray) -> NDArray:
+    """Return the `x` of the first process; all have equal shapes."""
+    return from_processes(x)[0]
+
+
+class ProcessFailed(OSError):
+    """Another process has failed."""
+
+
+def in_all(f: Callable[[], Result]) -> Result:
+    """Call `f` in every process; if it fails in one, that one raises its error and all others ProcessFailed."""
+    error = None
+    try:
+        result = f()
+    except Exception as raised:
+        error = raised
+    failed = from_processes(np.array([error is not None]))
+    if error is not None:
+        raise error
+    if failed.any():
+        raise ProcessFailed(f'process {failed.argmax()} failed: fix the error that it reports')
+    return result
+
+
+def gather(f: Callable[[], NDArray]) -> NDArray:
+    """Call `f` in every process, as `in_all`; return all results, stacked."""
+    return from_processes(in_all(f))
 
 
 class Batches:
@@ -37,16 +77,16 @@ class Batches:
         return batch
 
     def _receive(self) -> prefetch.PrefetchedBatch:
-        following = partition.in_all(lambda: next(self._made))
+        following = in_all(lambda: next(self._made))
         if self._may_end:
-            is_padding = partition.from_processes(np.array(following.is_padding))
+            is_padding = from_processes(np.array(following.is_padding))
             self.have_ended = bool(is_padding.all())
         return following
 
 
 def counts_of_all(stream: Stream, batch: prefetch.PrefetchedBatch) -> dict[str, list[int]]:
     """Return {task: [examples given, examples cut]} of all processes, up to `batch`."""
-    counts = partition.from_processes(batch.counts).sum(axis=0)
+    counts = from_processes(batch.counts).sum(axis=0)
     names = [task.name for task in stream.tasks]
     return dict(zip(names, counts.tolist(), strict=True))
 
@@ -68,7 +108,7 @@ class StopRequest:
             seconds = time.monotonic() - self._agreed_at
             self._agreed_at += seconds
             is_slow = seconds > self._every * SLOW_STEP_SECONDS
-            told = partition.from_processes(np.array([self.signal or self.ask(), is_slow]))
+            told = from_processes(np.array([self.signal or self.ask(), is_slow]))
             self.signal, is_slow = told.max(axis=0).tolist()
             self._every = 1 if is_slow else STEPS_PER_AGREEMENT
         return self.signal
@@ -101,6 +141,6 @@ def remember_interrupt() -> Iterator[Callable[[], int]]:
 
 def check_alike(name: str, digest: bytes) -> None:
     """Raise Refused unless all processes have the same digest of `name`."""
-    digests = partition.from_processes(np.frombuffer(digest, np.uint8))
+    digests = from_processes(np.frombuffer(digest, np.uint8))
     if (digests != digests[0]).any():
         raise Refused(f'{name} differ between the processes: use a disk that all of them see')

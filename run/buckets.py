@@ -52,7 +52,7 @@ def to_path(url: str) -> 'UPath':
     if re.search('[*?[]', url):
         raise Refused(f'{url}: *, ? and [ make a pattern: name another folder')
     path = path_of(url)
-    sizes_in(path)
+    list_folder(path)
     return path
 
 
@@ -68,13 +68,12 @@ def matching_files(url: str) -> dict[str, FileStatus]:
     return files
 
 
-def sizes_in(folder: 'UPath') -> dict['UPath', int]:
-    """Return {path: bytes} of a folder's content, {} if it does not exist."""
-    sizes = {}
+def list_folder(folder: 'UPath') -> list['UPath']:
+    """Return a folder's content, [] if it does not exist."""
     with client_errors(folder, 'listed', Refused), contextlib.suppress(FileNotFoundError):
-        for info in folder.fs.ls(folder.path, detail=True):
-            sizes[folder / posixpath.basename(info['name'])] = info['size']
-    return sizes
+        names = folder.fs.ls(folder.path, detail=False)
+        return [folder / posixpath.basename(name) for name in names]
+    return []
 
 
 def status_of(url: str) -> FileStatus:
@@ -105,6 +104,24 @@ def open_file(url: str, read_ahead: int, num_bytes: int | None) -> io.BufferedRe
         raw = AbstractBufferedFile(path.fs, path.path, block_size=read_ahead, size=num_bytes)
     raw.cache.fetcher = fetch
     return io.BufferedReader(raw, min(read_ahead, io.DEFAULT_BUFFER_SIZE) or 1)
+
+
+def write(file: 'UPath', content: bytes) -> None:
+    with client_errors(file, 'written', OSError):
+        file.fs.pipe_file(file.path, content)
+
+
+def rename(folder: 'UPath', new: 'UPath') -> None:
+    """Copy the files of a folder, and remove it."""
+    with client_errors(folder, 'renamed', OSError):
+        files = folder.fs.find(folder.path)
+        folder.fs.copy(files, [file.replace(folder.path, new.path, 1) for file in files])
+    remove(folder)
+
+
+def remove(folder: 'UPath') -> None:
+    with client_errors(folder, 'removed', OSError):
+        folder.fs.rm(folder.path, recursive=True)
 
 
 def create(file: 'UPath', content: bytes) -> bool:

@@ -12,17 +12,16 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from ml_collections import ConfigDict
 
 import checkpoint
 import model
-import partition
 import paths
 from configs import base
-from configs.check import read_stored
+from configs.check import flatten, read_stored
 from families import lora
 from messages import Refused
 from model import T5Config
+from run.agreement import from_first_process, from_processes
 from sources import NO_SPLIT
 from sources.files import FileRecord, describe_changes
 from stream import OpenMixture
@@ -114,15 +113,19 @@ def is_own_config(file: paths.AnyPath) -> bool:
     return isinstance(settings, dict) and {'data_fingerprint', 'model', 'train'} <= settings.keys()
 
 
-def check_mixture(config: ConfigDict, mixture: OpenMixture) -> None:
-    """Raise Refused unless a run can train on the mixture."""
-    if config.train.epochs and not mixture.is_single:
+def check_mixture(training: OpenMixture, held_out: OpenMixture, epochs: int) -> None:
+    """Raise Refused unless a run can train on a mixture, and validate."""
+    if epochs and not training.is_single:
         raise Refused(
-            f'train.epochs={config.train.epochs}: data.task={config.data.task!r} is a mixture: set train.steps instead'
+            f'train.epochs={epochs}: data.task={training.name!r} is a mixture: set train.steps instead'
         )
-    for task in mixture.tasks:
+    for task in training.tasks:
         if task.task.train_split == NO_SPLIT:
             raise Refused(f'data.task={task.name!r} has no split for training: name another task')
+    for task in held_out.tasks:
+        if task.task.validation_split != NO_SPLIT or task.source.may_hold('validation'):
+            return
+    raise Refused(f'data.validation_split: task {task.name!r} has none: name one')
 
 
 def check_shared(workdir: paths.AnyPath) -> None:
@@ -133,8 +136,8 @@ def check_shared(workdir: paths.AnyPath) -> None:
     if jax.process_index() == 0:
         paths.replace_file(workdir / f'.seen-{number}', b'')
     # Nobody has asked for this name before: no client of a network disk believes that it is missing.
-    file = workdir / f'.seen-{partition.from_first_process(number)}'
-    is_seen = partition.from_processes(np.array(file.exists()))
+    file = workdir / f'.seen-{from_first_process(number)}'
+    is_seen = from_processes(np.array(file.exists()))
     if jax.process_index() == 0:
         file.unlink()
     if not is_seen.all():
@@ -200,9 +203,9 @@ def compare_settings(
     if 'base' in settings:  # the base of adapters is compared by base/fingerprint
         may_change += ('restore/path', 'base/directory')
     # A setting that is not in config.json is newer than the run.
-    defaults = checkpoint.flatten(json.loads(base.get_config().to_json()))
-    defaults |= checkpoint.flatten({'model': {'options': options}})
-    changes = changed_settings(defaults | checkpoint.flatten(old), settings, may_change)
+    defaults = flatten(json.loads(base.get_config().to_json()))
+    defaults |= flatten({'model': {'options': options}})
+    changes = changed_settings(defaults | flatten(old), settings, may_change)
     if old['data_fingerprint'] != settings['data_fingerprint']:
         files = json.loads((directory / 'data_files.json').read_bytes())
         changes.append(describe_changes([FileRecord(**file) for file in files], mixture.files))
@@ -215,8 +218,8 @@ def compare_settings(
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
     """Return 'name: old -> new' for each setting that differs, except those that begin as `may_change`."""
-    old = checkpoint.flatten(old)
-    new = checkpoint.flatten(new)
+    old = flatten(old)
+    new = flatten(new)
     changes = []
     for name in sorted(old | new):
         if old.get(name) != new.get(name) and not name.startswith(may_change):

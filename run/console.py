@@ -1,6 +1,7 @@
 """What the first process of a run prints: lines that stay, a live line, and what they say."""
 
 import contextlib
+import enum
 import shlex
 import shutil
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-import paths
-from formats.best import History
+import checkpoint
+from run.workdir import Workdir
 from stream import OpenMixture
 
 SECONDS_BETWEEN_LINES = 60  # between lines of progress in a file or pipe
@@ -92,16 +93,16 @@ class Console:
                 self.is_silent = True
 
 
-def progress_line(step: int, limits: ConfigDict, values: Mapping[str, float]) -> str:
-    """Return a line of at most MAX_COLUMNS. `limits`: config.train; `values`: training_metrics."""
+def progress_line(step: int, train: ConfigDict, values: Mapping[str, float]) -> str:
+    """Return a line of at most MAX_COLUMNS. `values`: training_metrics."""
     if 'nats_per_token' not in values:
         return f'step {step}: no update since {values["skipped_steps"]:,} step(s)'
     loss = f'loss {values["nats_per_token"]:.3f}'
     begin = f'step {step} {loss}'
     time_left = ''
-    if limits.epochs == 0:
-        begin = f'step {step}/{limits.steps} {loss}'
-        seconds_left = (limits.steps - step) / values['timing/steps_per_second']
+    if train.epochs == 0:
+        begin = f'step {step}/{train.steps} {loss}'
+        seconds_left = (train.steps - step) / values['timing/steps_per_second']
         time_left = f' {format_seconds(seconds_left)} left'
     accuracy = f' accuracy {values["accuracy"]:.3f}'
     learning_rate = f' lr {values["learning_rate/current"]:.3g}'
@@ -135,43 +136,64 @@ def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
             )
 
 
+class End(enum.Enum):
+    """Why a run takes no more steps."""
+
+    STEPS = 'train.steps'
+    EPOCHS = 'train.epochs'
+    EARLY_STOPPING = 'train.early_stopping'
+
+
 def ending(
-    workdir: paths.AnyPath,
-    limits: ConfigDict,
+    workdir: Workdir,
+    train: ConfigDict,
     mixture: OpenMixture,
     step: int,
-    history: History,
-    saved_steps: Sequence[int],
+    end: End | None,
+    took_steps: bool,
 ) -> list[str]:
-    """Return the last lines of a run: its best step, and what to try next. `limits`: config.train."""
+    """Return the last lines of a run: why it ended, its best step, and what to try next."""
     lines = []
-    best_step = history.best_of(saved_steps)
+    history = workdir.metrics.history()
+    if end == End.EARLY_STOPPING:
+        lines.append(
+            f'Step {step:,}: train.early_stopping={train.early_stopping} evaluation(s) without a '
+            f'better {history.metric}: this run is finished.'
+        )
+    elif end == End.EPOCHS and not took_steps:
+        lines.append(
+            f'train.epochs={train.epochs} are over after step {step:,}: this run is finished.'
+        )
+    elif not took_steps:
+        lines.append(f'Already at step {step:,} of {train.steps:,}: nothing to do.')
+    best_step = history.best_of(checkpoint.steps(workdir.path))
     if best_step is not None:
         lines.append(
             f'The best saved step is {best_step:,}, with {history.metric} '
             f'{history.values[best_step]:.6g}: checkpoint_{best_step}, which --step=best opens.'
         )
-    if workdir.is_relative_to(Path.cwd()):
-        workdir = workdir.relative_to(Path.cwd())
+    folder = workdir.path
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
     lines.append(
-        f"Everything is in {workdir}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
+        f"Everything is in {folder}: T5X checkpoints, metrics.jsonl, TensorBoard's events, the vocabulary."
     )
     has_inputs = all(task.task.takes_inputs for task in mixture.tasks)
     if mixture.corpus.startswith('pydoc') and not has_inputs:
-        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={workdir}-mine'])
+        flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={folder}-mine'])
         after = f'the same command with {flags} learns from your text, one document a line.'
         return [*lines, f'Next: {after}']
     changes = []
-    if step >= limits.steps:
-        name = 'relative_steps' if limits.relative_steps else 'steps'
+    if step >= train.steps:
+        name = 'relative_steps' if train.relative_steps else 'steps'
         changes.append(f'a larger --config.train.{name}')
-    if history.ends(limits.early_stopping):
+    if history.ends(train.early_stopping):
         changes.append('--config.train.early_stopping=0')
     if not changes:
         changes.append('a larger --config.train.epochs')
-    tensorboard = shlex.join(['tensorboard', f'--logdir={workdir}'])
+    tensorboard = shlex.join(['tensorboard', f'--logdir={folder}'])
     after = f'{tensorboard} shows the curves; {" with ".join(changes)} continues.'
     if has_inputs:
-        infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={workdir}'])
+        infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={folder}'])
         after = f"{infer} --text='...' answers; {after}"
     return [*lines, f'Next: {after}']

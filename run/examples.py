@@ -22,7 +22,7 @@ FIRST_TARGETS = 100  # of each task, of which a run says how many its vocabulary
 PRETOKENIZED = '_pretokenized'  # T5X's suffix for the text that belongs to ids
 
 
-class Example(NamedTuple):
+class RecordExample(NamedTuple):
     """An example of a split of a task, or of a file."""
 
     fields: Fields  # its texts among them; in a task cache, all of the record
@@ -68,7 +68,7 @@ def check_split(split: str) -> None:
 
 def read_split(
     task: TokenizedTask, split: str, limit: int | None = None, with_choices: bool = False
-) -> Iterator[Example]:
+) -> Iterator[RecordExample]:
     """Yield the examples of a split, at most `limit`, cut as in training.
 
     `with_choices`: and those after the last one that have its inputs, the other choices of one input.
@@ -81,7 +81,7 @@ def read_split(
         yield from itertools.takewhile(lambda x: np.array_equal(x.inputs, last.inputs), examples)
 
 
-def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[Example]:
+def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[RecordExample]:
     records = task.source.records(split, whole=True)
     num_at_once = RECORDS_AT_ONCE
     if task.source.is_tokenized or is_limited:  # no record is read after the last example
@@ -90,7 +90,7 @@ def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[Example
         for tokenized in task.tokenize(group):
             fields = group[0].fields if task.source.is_tokenized else tokenized.texts
             for made in task.objective.examples([tokenized.name], [tokenized.ids]):
-                yield Example(fields, made.inputs, made.targets, made.is_trimmed)
+                yield RecordExample(fields, made.inputs, made.targets, made.is_trimmed)
 
 
 def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
@@ -101,7 +101,7 @@ def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
     for task in tasks:
         if not task.task.takes_inputs:
             continue
-        examples: list[Example] = []
+        examples: list[RecordExample] = []
         with contextlib.suppress(Exception):  # of a record: training raises it again at its step
             examples.extend(read_split(task, 'train', FIRST_TARGETS))
         texts = [example.text_of_record('targets') for example in examples]

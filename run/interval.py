@@ -29,18 +29,16 @@ import validation
 from messages import LossNotFinite
 from stream import Stream
 
-Metrics = Mapping[str, jax.Array]  # one step's, on the devices
-
 
 class Interval:
     """The metrics of the steps since the last logged one."""
 
-    def __init__(self, metrics: Sequence[dict[str, float]] = ()):
+    def __init__(self, metrics: Sequence[Mapping[str, float]] = ()):
         self.metrics = list(metrics)  # fetched steps
         self.positions: list[NDArray] = []  # in the data, of the steps not looked at yet
         self._queued: list[dict[str, jax.Array | float]] = []
 
-    def add(self, metrics: Metrics, batch: Mapping[str, NDArray], position: NDArray) -> None:
+    def add(self, metrics: Mapping, batch: Mapping[str, NDArray], position: NDArray) -> None:
         """Add a step. `batch`: this process's rows; `position`: where in the data they begin."""
         content = b''.join(x.tobytes() for x in batch.values())
         self._queued.append({**metrics, 'batch_crc32': float(zlib.crc32(content))})
@@ -99,25 +97,25 @@ class Clock:
 
 
 def training_metrics(
-    interval: Sequence[dict[str, float]], config: ConfigDict, clock: Clock
+    interval: Sequence[Mapping[str, float]], clock: Clock, batch_size: int, data_group: ConfigDict
 ) -> dict[str, float]:
     """Return T5X's metrics of some steps: means over those that made an update. Tokens include padding."""
     values: dict[str, float] = {}
     updates = [metrics for metrics in interval if metrics['finite']]
     if updates:
-        values = validation.summarize(updates, config)
+        values = validation.summarize(updates, batch_size, data_group)
         values['learning_rate'] = float(np.mean([x['learning_rate'] for x in updates]))
         values['weight_gradient_norm'] = float(np.mean([x['gradient_norm'] for x in updates]))
     checksums = np.array([metrics['batch_crc32'] for metrics in interval])
     steps_per_second = clock.num_steps / clock.seconds
-    rows_per_second = steps_per_second * config.train.batch_size
-    lengths = config.data.lengths
+    rows_per_second = steps_per_second * batch_size
+    lengths = data_group.lengths
     num_devices = jax.device_count()
     values |= {
         'learning_rate/current': interval[-1]['learning_rate'],
         'batch_crc32': zlib.crc32(checksums.tobytes()),
         'timing/seconds': clock.seconds,
-        'timing/seqs': clock.num_steps * config.train.batch_size,
+        'timing/seqs': clock.num_steps * batch_size,
         'timing/steps_per_second': steps_per_second,
         'timing/seqs_per_second': rows_per_second,
         'timing/seqs_per_second_per_core': rows_per_second / num_devices,
@@ -155,7 +153,7 @@ class Fault(NamedTuple):
 class NotFinite:
     """The steps of a run that are not finite."""
 
-    config: ConfigDict  # config.train
+    train: ConfigDict  # the group of settings
     workdir: paths.AnyPath
     first_step: int
     count: int  # steps that were skipped
@@ -173,7 +171,7 @@ class NotFinite:
                 continue
             documents = '; '.join(stream.describe(interval.positions[-1 - ago]))
             fault = Fault(step - ago, metrics['loss'], metrics['gradient_norm'], documents)
-            if self.config.on_not_finite != 'skip' or self.count >= self.config.max_not_finite:
+            if self.train.on_not_finite != 'skip' or self.count >= self.train.max_not_finite:
                 return fault
             self.count += 1
             text = str(fault).capitalize()
@@ -182,13 +180,13 @@ class NotFinite:
         return None
 
     def used(self) -> str:
-        return f'{self.count:,} of train.max_not_finite={self.config.max_not_finite:,}'
+        return f'{self.count:,} of train.max_not_finite={self.train.max_not_finite:,}'
 
     def error(self, fault: Fault) -> LossNotFinite:
         """Return the error of a fault, with a remedy."""
         found = str(fault)
         remedy = 'train.on_not_finite=skip'
-        if self.config.on_not_finite == 'skip':
+        if self.train.on_not_finite == 'skip':
             found += f'. The run has used up {self.used()}'
             remedy = 'a larger train.max_not_finite'
         saved = checkpoint.steps(self.workdir)

@@ -1,7 +1,7 @@
 """What a run says before its first step: its model, its devices and its data."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from jax.sharding import Mesh
 
@@ -9,19 +9,27 @@ import model
 import tasks.open
 from messages import first_ten
 from model import T5Config
+from run.console import Console
+from run.examples import changes_of_targets
+from run.start import Start
 from sources.open import find_cache
-from stream import Stream
+from stream import OpenTask, Stream
 
 
-def introduction(
+def introduce(
+    terminal: Console,
     training: Stream,
     model_config: T5Config,
     trained: Collection[str],
     mesh: Mesh,
-    has_task_metrics: bool,
-) -> list[str]:
-    """Return the first lines of a run. `trained`: the parameters that are not frozen."""
-    config = training.config
+    answered: Sequence[OpenTask],
+    start: Start,
+) -> None:
+    """Print the first lines of a run.
+
+    `trained`: the parameters that are not frozen; `answered`: the tasks of which the run computes metrics.
+    """
+    data_group = training.data_group
     mixture = training.mixture
     lines = []
     if mixture.corpus == 'pydoc instead of C4':
@@ -52,16 +60,20 @@ def introduction(
     if model_config.module:
         lines.append(f'The model is model.py as {model_config.module} changes it.')
     lines += tasks.open.other_versions(mixture)
-    cached = [find_cache(config, task.name) for task in mixture.tasks]
-    if config.cache_dirs and not any(cached):
+    cached = [find_cache(data_group, task.name) for task in mixture.tasks]
+    if data_group.cache_dirs and not any(cached):
         lines.append(
-            f'data.cache_dirs={config.cache_dirs!r} has no effect: it holds no complete cache '
-            f'of data.task={config.task!r}.'
+            f'data.cache_dirs={data_group.cache_dirs!r} has no effect: it holds no complete cache '
+            f'of data.task={data_group.task!r}.'
         )
     with_metrics = [task.name for task in mixture.tasks if task.task.metric_fns]
-    if with_metrics and not has_task_metrics:
+    if with_metrics and not answered:
         names = first_ten(with_metrics)
         lines.append(
             f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
         )
-    return lines
+    if not start.is_resumed:
+        with terminal.working('Reading the first targets'):
+            lines += changes_of_targets(training.tasks)
+    for line in lines:
+        terminal.line(line)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import kernels
 import partition
 from messages import Refused
+from run.agreement import from_processes
 
 GIB = 2**30
 # Bytes that XLA has for programs, by kind of device, to plan for one that is not here. For TPUs, what
@@ -149,7 +150,7 @@ def memory_limit(mesh: Mesh) -> float:
                 statistics = {'bytes_limit': DEVICE_MEMORY[device.device_kind]}
             limits.append(statistics.get('bytes_limit', math.inf))
     limit = min(x for x in limits if x > 0)
-    return MEMORY_FRACTION * float(partition.from_processes(np.array([limit])).min())
+    return MEMORY_FRACTION * float(from_processes(np.array([limit])).min())
 
 
 def cgroup_limits(root: Path = Path('/')) -> list[int]:

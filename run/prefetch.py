@@ -165,11 +165,13 @@ def make_batches(connection: Connection) -> None:
 
     def messages() -> Iterator[PrefetchedBatch]:
         reopen, fingerprint, position, options = connection.recv()
-        config = options['config']
+        data_group = options['data_group']
         options['vocabulary'].num_threads = 1  # the other cores have workers of their own
-        opened = reopen(config)
+        opened = reopen(data_group)
         if opened.fingerprint != fingerprint:
-            raise Refused(f'data.task={config.task!r}: its files changed meanwhile: start again')
+            raise Refused(
+                f'data.task={data_group.task!r}: its files changed meanwhile: start again'
+            )
         stream = Stream(opened, **options)
         stream.seek(position)
         # The process that started this one has reported the faults found by opening.

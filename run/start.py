@@ -14,7 +14,7 @@ import formats.open
 import model
 import paths
 from configs import check as settings
-from formats import own_model, t5x
+from formats import best, own_model, t5x
 from formats.vocabulary import (
     add_tokens,
     changed_id,
@@ -28,7 +28,8 @@ from formats.vocabulary import (
 from loss import parse_normalizing_factor
 from messages import Refused, first_ten
 from model import T5Config
-from run import checks, verify
+from run import checks, results, verify
+from run.console import End
 from vocabulary import ByteVocabulary, Vocabulary
 
 MOMENTA = ('m', 'mu')  # the slots of first moments: Adafactor's, AdamW's
@@ -40,33 +41,40 @@ class Wanted(NamedTuple):
     model_config: T5Config
     shapes: checkpoint.Shapes  # the full state's, by T5X's paths
     trained: Collection[str]  # the paths of the parameters that are trained
+    loss_normalizing_factor: str
+    seed: int  # for the first values of adapters
 
 
 class Start(NamedTuple):
     """What a run starts from."""
 
     step: int = 0
-    is_resumed: bool = False  # from a checkpoint in its own workdir
-    leaves: Mapping[
-        str, checkpoint.Leaf
-    ] = {}  # from a checkpoint's index; others get their initial value
+    directory: paths.AnyPath | None = None  # a checkpoint of this run, which is resumed
+    # From a checkpoint's index; other arrays get their initial value.
+    leaves: Mapping[str, checkpoint.Leaf] = {}
     base: Mapping[str, str] = {}  # for adapters, formats.open.describe_base of their checkpoint
     vocabulary_model: bytes = b''  # the checkpoint's own; b'' if it has none
     description: str = 'From scratch'
 
+    @property
+    def is_resumed(self) -> bool:
+        return self.directory is not None
+
 
 def find_start(
-    config: ConfigDict,
     folder: paths.AnyPath,
     wanted: Wanted,
+    restore: ConfigDict,
+    data_group: ConfigDict,
     lines: Sequence[Mapping],
     report: Callable[[str], None],
 ) -> Start:
     """Return the newest valid checkpoint, else what a new run starts from. `lines`: of metrics.jsonl."""
+    results.Results(folder).scores()  # raises Refused for a damaged file
     step = verify.newest_valid(folder, report)
     if step is None:
         checks.check_never_saved(folder, lines)
-        return choose_initial(config, wanted)
+        return choose_initial(wanted, restore, data_group)
     directory = folder / f'checkpoint_{step}'
     if not checks.is_own_config(directory / 'config.json'):
         raise Refused(f'{directory} was not saved by a run of this program: move it away')
@@ -76,14 +84,14 @@ def find_start(
         vocabulary_model = kept.read_bytes()
     leaves = checkpoint.read_index(directory)
     base = {}
-    opened = formats.open.open_base(directory, config.restore.path)
+    opened = formats.open.open_base(directory, restore.path)
     if opened is not None:
         leaves = only_parameters(opened.leaves) | leaves
         # open_base has compared its fingerprint.
         base = settings.read_stored(directory)['base'] | {'directory': str(opened.directory)}
     return Start(
         step=step,
-        is_resumed=True,
+        directory=directory,
         leaves=leaves,
         base=base,
         vocabulary_model=vocabulary_model,
@@ -91,23 +99,22 @@ def find_start(
     )
 
 
-def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
+def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) -> Start:
     """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
 
     Step and optimizer state are restored too, as in T5X. Adapters start at step 0. A stage takes leaves, and returns
     those that it keeps with a note for the user.
     """
-    chosen = config.restore
-    if not chosen.path:
-        check_adapters(config, wanted, index={}, leaves={})
+    if not restore.path:
+        check_adapters(wanted, restore, index={}, leaves={})
         return Start()
     try:
-        opened = formats.open.open_checkpoint(chosen.path, part='whole' if chosen.strict else '')
+        opened = formats.open.open_checkpoint(restore.path, part='whole' if restore.strict else '')
     except (Refused, OSError) as error:
-        raise Refused(f'restore.path={chosen.path}: {error}') from error
+        raise Refused(f'restore.path={restore.path}: {error}') from error
     directory = opened.directory
     formats.open.check_family(directory, wanted.model_config)
-    if chosen.strict:
+    if restore.strict:
         remedy = 'restore its parameters with restore.strict=False'
         own_model.check_same(directory, wanted.model_config, remedy, may_be_plain=True)
 
@@ -115,27 +122,22 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
     index, note_of_state = without_unused_state(opened.leaves, wanted)
     try:
         leaves, note = choose(
-            index, expected_shapes(index, wanted), chosen.only, chosen.strict, of_vocabulary
+            index, expected_shapes(index, wanted), restore.only, restore.strict, of_vocabulary
         )
     except (Refused, re.error) as error:
         raise Refused(
-            f'restore.path={chosen.path}, restore.only={chosen.only!r}: {error}: change it, or set restore.strict=False'
+            f'restore.path={restore.path}, restore.only={restore.only!r}: {error}: change it, or set restore.strict=False'
         ) from error
-    check_files(chosen.path, leaves)
-    check_adapters(config, wanted, index, leaves)
+    check_files(restore.path, leaves)
+    check_adapters(wanted, restore, index, leaves)
     slots = 'without any'
     if any(map(is_slot, leaves)):
         slots = 'with the'
-        check_same_divisor(config, directory)
-    step = formats.open.saved_step(leaves)  # 0 if it is not restored
-    if step >= config.train.steps and not config.train.relative_steps:
-        raise Refused(
-            f'restore.path={chosen.path} is at step {step}: set train.steps, train.relative_steps or restore.only'
-        )
-    vocabulary = initial_vocabulary(config, directory)
+        check_same_divisor(wanted.loss_normalizing_factor, directory)
+    vocabulary = initial_vocabulary(restore.path, data_group, directory)
     parameters = checkpoint.parameters(leaves)
     if of_vocabulary & parameters.keys():
-        check_keeps_ids(config, directory, vocabulary)
+        check_keeps_ids(restore.path, data_group, directory, vocabulary)
 
     # Adapters may begin with values that are made from the base.
     base = {}
@@ -144,8 +146,9 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
         initial = wanted.model_config.family.initial_adapters
         if initial is not None:
             read = lambda path: checkpoint.read_leaf(parameters[path])  # noqa: E731
-            adapters = initial(wanted.model_config, read, vocabulary, config.seed)
+            adapters = initial(wanted.model_config, read, vocabulary, wanted.seed)
             leaves |= {f'{checkpoint.PARAMETER_PREFIX}{path}': x for path, x in adapters.items()}
+    step = formats.open.saved_step(leaves)  # 0 if it is not restored
     return Start(
         step=step,
         leaves=leaves,
@@ -156,30 +159,30 @@ def choose_initial(config: ConfigDict, wanted: Wanted) -> Start:
 
 
 def check_adapters(
-    config: ConfigDict, wanted: Wanted, index: Mapping[str, Any], leaves: Mapping[str, Any]
+    wanted: Wanted, restore: ConfigDict, index: Mapping[str, Any], leaves: Mapping[str, Any]
 ) -> None:
     """Raise Refused unless adapters, if there are any, begin with just the parameters of their base.
 
     `index`: the arrays of the base; `leaves`: those that are restored.
     """
-    if not model.adapter_paths(wanted.model_config):
+    config = wanted.model_config
+    if not model.adapter_paths(config):
         return
-    chosen = config.restore
-    setting = f'model.module={config.model.module!r}'
-    if config.model.lora_rank:
-        setting = f'model.lora_rank={config.model.lora_rank}'
+    setting = f'model.module={config.module!r}'
+    if config.lora_rank:
+        setting = f'model.lora_rank={config.lora_rank}'
     is_base = leaves.keys() == index.keys() == expected_shapes(index, wanted).keys()
-    if not is_base or chosen.dtype not in ('float32', ''):
+    if not is_base or restore.dtype not in ('float32', ''):
         raise Refused(
-            f'restore.path={chosen.path!r}, restore.dtype={chosen.dtype!r}: {setting} needs just the parameters of a '
+            f'restore.path={restore.path!r}, restore.dtype={restore.dtype!r}: {setting} needs just the parameters of a '
             'checkpoint, in float32: set restore.only=target/.*, restore.strict=True'
         )
-    of_vocabulary = vocabulary_paths(wanted.model_config)
+    of_vocabulary = vocabulary_paths(config)
     has_new_rows = any(np.shape(leaf) != np.shape(index[path]) for path, leaf in leaves.items())
     if has_new_rows and of_vocabulary.difference(wanted.trained):
-        trainable = '|'.join([wanted.model_config.family.adapters, *sorted(of_vocabulary)])
+        trainable = '|'.join([config.family.adapters, *sorted(of_vocabulary)])
         raise Refused(
-            f'model.vocab_size={config.model.vocab_size} with {setting}: restore.path={chosen.path} has fewer rows, '
+            f'model.vocab_size={config.vocab_size} with {setting}: restore.path={restore.path} has fewer rows, '
             f'which adapters alone do not train: set optimizer.trainable={trainable!r}'
         )
 
@@ -219,14 +222,14 @@ def expected_shapes(index: Mapping[str, Any], wanted: Wanted) -> checkpoint.Shap
     return expected
 
 
-def initial_vocabulary(config: ConfigDict, directory: paths.AnyPath) -> Vocabulary:
-    """Return the vocabulary that data.vocabulary names, else the checkpoint's own."""
-    if config.data.vocabulary:
-        return named_vocabulary('data.vocabulary', config.data.vocabulary, config.data.extra_ids)
+def initial_vocabulary(path: str, data_group: ConfigDict, directory: paths.AnyPath) -> Vocabulary:
+    """Return the vocabulary that data.vocabulary names, else the checkpoint's own. `path`: restore.path."""
+    if data_group.vocabulary:
+        return named_vocabulary('data.vocabulary', data_group.vocabulary, data_group.extra_ids)
     own = find_vocabulary(directory)
     if own is None or not own.model:
-        raise Refused(f'restore.path={config.restore.path} has no vocabulary: set data.vocabulary')
-    return of_model(own.model, config.data.extra_ids)
+        raise Refused(f'restore.path={path} has no vocabulary: set data.vocabulary')
+    return of_model(own.model, data_group.extra_ids)
 
 
 def vocabulary_paths(config: T5Config) -> set[str]:
@@ -281,50 +284,62 @@ def check_files(path: str, leaves: Mapping[str, Any]) -> None:
         raise Refused(f'restore.path={path} lacks {first_ten(missing)}: {remedy}')
 
 
-def check_same_divisor(config: ConfigDict, directory: paths.AnyPath) -> None:
-    """Raise Refused if the restored optimizer state has gradients of a loss with another divisor.
+def check_same_divisor(factor: str, directory: paths.AnyPath) -> None:
+    """Raise Refused if the restored optimizer state has gradients of a loss with another divisor than `factor`.
 
     Second moments that are larger by the square of 16,384 make updates smaller by 16,384, for thousands of steps.
     """
     own = settings.read_stored(directory).get('loss', {}).get('loss_normalizing_factor')
-    wanted = config.loss.loss_normalizing_factor
-    if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(wanted):
+    if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(factor):
         raise Refused(
-            f'loss.loss_normalizing_factor={wanted!r}: restore.path was trained with {own!r}: use that'
+            f'loss.loss_normalizing_factor={factor!r}: restore.path was trained with {own!r}: use that'
         )
 
 
-def check_keeps_ids(config: ConfigDict, directory: paths.AnyPath, vocabulary: Vocabulary) -> None:
+def check_keeps_ids(
+    path: str, data_group: ConfigDict, directory: paths.AnyPath, vocabulary: Vocabulary
+) -> None:
     """Raise Refused if the run's vocabulary has another id for a token of the checkpoint's own."""
-    vocabulary = add_tokens(vocabulary, config.data.added_tokens)
-    own = own_vocabulary(directory, config.data.extra_ids)
+    vocabulary = add_tokens(vocabulary, data_group.added_tokens)
+    own = own_vocabulary(directory, data_group.extra_ids)
     change = changed_id(own, vocabulary) if own else ''
     if own and change:
         taken = 'bytes' if isinstance(own, ByteVocabulary) else "''"
         raise Refused(
-            f'data.vocabulary={config.data.vocabulary!r}, data.extra_ids={config.data.extra_ids}: {change}: '
-            f'restore.path={config.restore.path} needs data.vocabulary={taken}, data.extra_ids={own.num_extra_ids}'
+            f'data.vocabulary={data_group.vocabulary!r}, data.extra_ids={data_group.extra_ids}: {change}: '
+            f'restore.path={path} needs data.vocabulary={taken}, data.extra_ids={own.num_extra_ids}'
         )
     check_tokens(directory, vocabulary)
 
 
-def with_last_step(config: ConfigDict, folder: paths.AnyPath, start: Start) -> ConfigDict:
-    """Return a config whose train.steps are those of train.relative_steps, if that is set."""
-    relative_steps = config.train.relative_steps
+def last_step(start: Start, train: ConfigDict) -> int:
+    """Return the step after which a run ends: train.steps, or train.relative_steps after its first one."""
+    relative_steps = train.relative_steps
     if relative_steps == 0:
-        return config
+        if not start.is_resumed and start.step >= train.steps:
+            raise Refused(
+                f'restore.path is at step {start.step}: set train.steps, train.relative_steps or restore.only'
+            )
+        return train.steps
     first_step = start.step
-    if start.is_resumed:
-        file = folder / f'checkpoint_{start.step}' / 'config.json'
-        old = json.loads(file.read_bytes())['train']
+    if start.directory is not None:
+        old = json.loads((start.directory / 'config.json').read_bytes())['train']
         if not old['relative_steps']:
             raise Refused(
-                f'train.relative_steps={relative_steps}: {folder} began with train.steps={old["steps"]}: set that'
+                f'train.relative_steps={relative_steps}: {start.directory.parent} began with '
+                f'train.steps={old["steps"]}: set that'
             )
         first_step = old['steps'] - old['relative_steps']
-    config = config.copy_and_resolve_references()
-    config.train.steps = first_step + relative_steps
-    return config
+    return first_step + relative_steps
+
+
+def end_of(start: Start, train: ConfigDict, history: best.History) -> End | None:
+    """Return why a run takes no more steps, if it does not."""
+    if start.is_resumed and start.step >= train.steps:
+        return End.STEPS
+    if history.ends(train.early_stopping):
+        return End.EARLY_STOPPING
+    return None
 
 
 def is_slot(path: str) -> bool:

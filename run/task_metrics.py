@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import infer
-import partition
+import model
 import tasks.open
 import user_code
 import validation
@@ -31,9 +32,9 @@ from model import T5Config
 from paths import AnyPath
 from randomness import digest
 from run import results
-from run.agreement import check_alike
+from run.agreement import check_alike, in_all
 from run.console import Console, describe_trimming
-from run.examples import PRETOKENIZED, Example, read_split
+from run.examples import PRETOKENIZED, RecordExample, read_split
 from sources import FEATURES
 from stream import OpenTask, Stream, TokenizedTask
 from tasks.mixtures import MetricFn, Task
@@ -56,7 +57,7 @@ class TaskMetrics(NamedTuple):
 
     @property
     def every_steps(self) -> int:
-        return self.task.config.infer_eval.every_steps
+        return self.task.infer_eval.every_steps
 
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
@@ -70,11 +71,28 @@ class TaskMetrics(NamedTuple):
         self.t5.arrays = {}
         if found is None:
             return None
-        partition.in_all(
-            lambda: write_results(self.workdir, self.task, step, found, self.console.line)
-        )
+        in_all(lambda: write_results(self.workdir, self.task, step, found, self.console.line))
         self.console.line(results.describe(step, self.task.split, self.task.name, found.values))
         return found.events()
+
+
+def of_run(
+    tasks: 'Sequence[EvaluatedTask]',
+    model_config: T5Config,
+    mesh: Mesh,
+    workdir: AnyPath,
+    console: Console,
+) -> list[TaskMetrics]:
+    """Return the metrics of tasks in a run. The model that answers has no adapters, and gets its parameters later."""
+    if not tasks:
+        return []
+    params = {}
+    for path, shape in model.shapes(model_config).items():
+        params[path] = jax.ShapeDtypeStruct(shape, np.float32)
+    merged = jax.eval_shape(functools.partial(lora.merge, model_config), params)
+    base = lora.without_adapters(model_config)
+    t5 = infer.T5(base, merged, mesh, tasks[0].vocabulary)
+    return [TaskMetrics(task, model_config, t5, workdir, console) for task in tasks]
 
 
 class EvaluatedTask(NamedTuple):
@@ -83,19 +101,19 @@ class EvaluatedTask(NamedTuple):
     task: Task
     name: str
     split: str
-    examples: list[Example]
+    examples: list[RecordExample]
     vocabulary: Vocabulary
-    config: ConfigDict
+    infer_eval: ConfigDict
     settings: str  # hashes of what the results depend on: files and settings; the examples
     decoding: infer.Decoding = infer.Decoding()
 
-    def postprocess(self, text: str, example: Example, is_target: bool) -> object:
+    def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
         """Return what metrics compare of a text, the targets or an answer of an example."""
         assert example.targets is not None
         fields = {**example.fields, 'num_target_tokens': len(example.targets)}
         return self.task.postprocess(text, fields, is_target=is_target)
 
-    def target(self, example: Example) -> object:
+    def target(self, example: RecordExample) -> object:
         """Return what metrics compare of the targets of an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
@@ -115,12 +133,12 @@ class EvaluatedTask(NamedTuple):
 
         answers = None
         scores = None
-        batch_size = self.config.infer_eval.batch_size
+        batch_size = self.infer_eval.batch_size
         try:
             if not all(map(takes_scores, self.task.metric_fns)):
                 found = infer.in_batches(
                     functools.partial(infer.answer_batch, t5, self.decoding),
-                    [infer.Example(x.inputs, number=i) for i, x in enumerate(self.examples)],
+                    [infer.Question(x.inputs, number=i) for i, x in enumerate(self.examples)],
                     batch_size,
                     progress,
                 )
@@ -151,18 +169,18 @@ class Stopped(Exception):
 
 
 def decoding_of(
-    settings: ConfigDict, vocabulary: Vocabulary | None = None, vocab_size: int = 0
+    decode: ConfigDict, vocabulary: Vocabulary | None = None, vocab_size: int = 0
 ) -> Decoding:
-    """Return the options of config.decode, `settings`.
+    """Return the options of config.decode.
 
     Without a vocabulary, its texts are not checked, and its module's filters are left out.
     """
-    given = {name: settings[name] for name in SETTINGS}
-    if settings.module:
-        file = user_code.module_file('decode.module', settings.module)
+    given = {name: decode[name] for name in SETTINGS}
+    if decode.module:
+        file = user_code.module_file('decode.module', decode.module)
         module = user_code.load_module(file, file.read_bytes())
         if not hasattr(module, 'filters'):
-            raise Refused(f'decode.module={settings.module!r}: {file} has no function filters')
+            raise Refused(f'decode.module={decode.module!r}: {file} has no function filters')
         if vocabulary is not None:
             given['filters'] = tuple(module.filters(vocabulary))
     decoding = Decoding(**given)
@@ -174,21 +192,24 @@ def decoding_of(
     return decoding
 
 
-def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
+def open_tasks(
+    data_group: ConfigDict, infer_eval: ConfigDict, decode: ConfigDict
+) -> list[OpenTask]:
     """Open the sources of the tasks of infer_eval.task, or of data.task, that can be evaluated.
 
     Of a mixture the tasks without metrics or without the split are left out. Raises Refused if none is left.
     """
-    if config.decode.num_return > 1:
-        raise Refused(f'decode.num_return={config.decode.num_return}: an evaluation needs 1')
-    decoding_of(config.decode)  # raises Refused for options that do not fit together
+    split = infer_eval.split
+    if decode.num_return > 1:
+        raise Refused(f'decode.num_return={decode.num_return}: an evaluation needs 1')
+    decoding_of(decode)  # raises Refused for options that do not fit together
     opened: dict[str, OpenTask] = {}
-    for name in (config.infer_eval.task or config.data.task).split(','):
-        data_config = tasks.open.settings_of_task(config.data, name.strip())
+    for name in (infer_eval.task or data_group.task).split(','):
+        of_task = tasks.open.settings_of_task(data_group, name.strip())
         of_name = {}
-        for task in tasks.open.tasks_of(tasks.open.find(data_config)).values():
+        for task in tasks.open.tasks_of(tasks.open.find(of_task)).values():
             if task.metric_fns and task.takes_inputs:
-                open_task = tasks.open.open_task(task, data_config)
+                open_task = tasks.open.open_task(task, of_task)
                 if open_task.source.may_hold(split):
                     of_name[task.name] = open_task
         if not of_name:
@@ -200,27 +221,30 @@ def open_tasks(config: ConfigDict, split: str) -> list[OpenTask]:
 
 
 def read_tasks(
-    config: ConfigDict,
-    split: str,
-    vocabulary: Vocabulary,
+    console: Console,
     opened: Sequence[OpenTask],
-    report: Callable[[str], object],
+    vocabulary: Vocabulary,
+    data_group: ConfigDict,
+    infer_eval: ConfigDict,
+    decode: ConfigDict,
 ) -> list[EvaluatedTask]:
     """Read the examples of a split of tasks, at most infer_eval.num_examples of each; report how many were cut."""
-    decoding = decoding_of(config.decode, vocabulary, config.model.vocab_size)
-    limit = config.infer_eval.num_examples or None
+    split = infer_eval.split
+    limit = infer_eval.num_examples or None
+    decoding = decoding_of(decode, vocabulary, vocabulary.size)
     found = []
     for open_task in opened:
-        tokenized_task = TokenizedTask(open_task, config.data, vocabulary)
+        tokenized_task = TokenizedTask(open_task, data_group, vocabulary)
         depends_on = [
             [split, limit, open_task.source.fingerprint, vocabulary.hash],
-            sorted(check.leaves(config.decode)),
-            sorted(config.data.lengths.items()),
+            sorted(check.leaves(decode)),
+            sorted(data_group.lengths.items()),
         ]
-        if config.data.metrics:
-            depends_on.append([config.data.metrics])
+        if data_group.metrics:
+            depends_on.append([data_group.metrics])
         is_ranked = any(map(takes_scores, open_task.task.metric_fns))
-        examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
+        with console.working(f'Reading the examples of {open_task.name}'):
+            examples = list(read_split(tokenized_task, split, limit, with_choices=is_ranked))
         texts = {example.text('targets', vocabulary) for example in examples}
         name = open_task.name
         if texts <= {'', UNKNOWN}:
@@ -234,13 +258,13 @@ def read_tasks(
             name += f'-{split}'
         settings = f'{digest(depends_on)} {content.hexdigest()}'
         task = EvaluatedTask(
-            open_task.task, name, split, examples, vocabulary, config, settings, decoding
+            open_task.task, name, split, examples, vocabulary, infer_eval, settings, decoding
         )
         for example in examples:
             task.target(example)  # fails before the run begins, if it does
         num_trimmed = sum(example.is_trimmed for example in examples)
         for line in describe_trimming({name: [len(examples), num_trimmed]}):
-            report(line)
+            console.line(line)
         found.append(task)
     return found
 
@@ -251,7 +275,10 @@ def takes_scores(metric_fn: MetricFn) -> bool:
 
 
 def score(
-    t5: infer.T5, examples: Sequence[Example], batch_size: int, progress: Callable[[int], None]
+    t5: infer.T5,
+    examples: Sequence[RecordExample],
+    batch_size: int,
+    progress: Callable[[int], None],
 ) -> list[float]:
     """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []
@@ -260,7 +287,7 @@ def score(
         for start in range(0, len(same_inputs), batch_size):
             part = same_inputs[start : start + batch_size]
             targets = [example.targets for example in part if example.targets is not None]
-            choices.append(infer.Example(part[0].inputs, targets))
+            choices.append(infer.Question(part[0].inputs, targets))
     most_choices = max(len(example.targets) for example in choices)
 
     score_batch = functools.partial(infer.score_batch, t5)
@@ -319,16 +346,15 @@ def write_results(
 
 
 def check_best_metric(
-    config: ConfigDict, held_out: Stream, evaluated_tasks: Sequence[EvaluatedTask]
+    metric: str, held_out: Stream, evaluated_tasks: Sequence[EvaluatedTask]
 ) -> None:
-    """Raise Refused unless one of the evaluations of a run gives `save.best_metric`.
+    """Raise Refused unless one of the evaluations of a run gives `metric`, save.best_metric.
 
     The names of task metrics are those of the targets, taken as answers.
     """
-    metric = config.save.best_metric
     available = []
     for stream in held_out.of_each_task():
-        for tag in validation_tags(config):
+        for tag in validation_tags(held_out.data_group):
             available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
     for task in evaluated_tasks:
         run = f'{results.FOLDER}/{task.name}'
@@ -342,9 +368,10 @@ def check_best_metric(
         raise Refused(f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one')
 
 
-def validation_tags(config: ConfigDict) -> list[str]:
+def validation_tags(data_group: ConfigDict) -> list[str]:
     """Return the names of the metrics that an `Evaluation` returns."""
-    tags = list(validation.summarize([dict.fromkeys(validation.sum_names(), 0.0)], config))
+    sums = dict.fromkeys(validation.sum_names(), 0.0)
+    tags = list(validation.summarize([sums], batch_size=1, data_group=data_group))
     for name in ('nats_per_text_token', 'nats_per_target_token'):
         tags += [name, f'unigram_{name}']
     return tags

@@ -20,31 +20,37 @@ SAMPLE_LINE_CHARACTERS = 1000  # SentencePiece drops long lines, so they are cut
 
 
 def find_or_train_vocabulary(
-    config: ConfigDict, workdir: AnyPath, texts: Iterable[str], max_size: int, model: bytes = b''
+    data_group: ConfigDict,
+    workdir: AnyPath,
+    texts: Iterable[str],
+    max_size: int,
+    model: bytes = b'',
 ) -> Vocabulary:
-    """Return the vocabulary of a run, with `config.added_tokens`.
+    """Return the vocabulary of a run, with `data_group.added_tokens`.
 
-    It is what `config.vocabulary` names, else the `model` of a restored checkpoint's vocabulary, else the one
+    It is what `data_group.vocabulary` names, else the `model` of a restored checkpoint's vocabulary, else the one
     kept in the workdir, else one trained on `texts`. Raises Refused if another one is in the workdir,
     and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
     """
     kept = kept_file(workdir)
     vocabulary: Vocabulary
-    if config.vocabulary:
-        vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    if data_group.vocabulary:
+        vocabulary = named_vocabulary(
+            'data.vocabulary', data_group.vocabulary, data_group.extra_ids
+        )
     elif model:
-        vocabulary = of_model(model, config.extra_ids)
+        vocabulary = of_model(model, data_group.extra_ids)
     elif kept is not None:
         remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
-        vocabulary = read_model(kept, config.extra_ids, remedy)
+        vocabulary = read_model(kept, data_group.extra_ids, remedy)
     else:
-        trained = train_vocabulary(texts, config.num_pieces)
-        vocabulary = SentencePieceVocabulary(trained, config.extra_ids)
-    vocabulary = add_tokens(vocabulary, config.added_tokens)
+        trained = train_vocabulary(texts, data_group.num_pieces)
+        vocabulary = SentencePieceVocabulary(trained, data_group.extra_ids)
+    vocabulary = add_tokens(vocabulary, data_group.added_tokens)
     if vocabulary.model and kept is not None and vocabulary.model != kept.read_bytes():
         raise Refused(
-            f'{kept} is another vocabulary than data.vocabulary={config.vocabulary!r}, or that of the checkpoint, with '
-            f'data.added_tokens={tuple(config.added_tokens)}: remove it, or change these'
+            f'{kept} is another vocabulary than data.vocabulary={data_group.vocabulary!r}, or that of the checkpoint, with '
+            f'data.added_tokens={tuple(data_group.added_tokens)}: remove it, or change these'
         )
     if vocabulary.size > max_size:
         enough = -(-vocabulary.size // 128) * 128

@@ -13,6 +13,7 @@ import checkpoint
 import paths
 from formats.t5x import Damaged, verify
 from messages import Refused
+from run import buckets
 
 
 def newest_valid(
@@ -36,7 +37,10 @@ def newest_valid(
         except Damaged as error:
             report(f'{error}. It is set aside as {set_aside}.')
         if jax.process_index() == 0:
-            paths.rename_folder(directory, set_aside)
+            if isinstance(directory, Path):
+                directory.rename(directory.with_name(set_aside))
+            else:
+                buckets.rename(directory, directory.with_name(set_aside))
         multihost_utils.sync_global_devices(f'{directory} is set aside')
     for path in sorted(paths.list_folder(workdir), reverse=True):
         if re.fullmatch(r'checkpoint_.*\.damaged-.*', path.name):

@@ -13,6 +13,7 @@
 With several processes, the first one writes.
 """
 
+import io
 import json
 import math
 import os
@@ -30,10 +31,12 @@ from jax.sharding import PartitionSpec
 from ml_collections import ConfigDict
 
 import checkpoint
-import partition
 import paths
 from formats import best
-from run.lock import Lock
+from run.agreement import counts_of_all, from_first_process, from_processes, in_all
+from run.lock import Lock, lock
+from run.prefetch import PrefetchedBatch
+from stream import Stream
 
 LAST_STEP = 'last_step'  # in config.json, if a run has ended before train.steps
 
@@ -46,6 +49,17 @@ class Workdir(NamedTuple):
     metrics: 'Metrics'
     saver: checkpoint.Saver
     files: dict[str, bytes]  # put into every checkpoint: settings, vocabulary, an own model
+
+    def prune(self) -> None:
+        """Delete old checkpoints, as the settings `save` say."""
+        prune(self.path, self.metrics.save, self.metrics.history().rank)
+
+
+class Progress(NamedTuple):
+    """The progress of a run that its checkpoint keeps beside the state and the position in the data."""
+
+    interval: Sequence[Mapping[str, float]] = ()  # metrics of the steps since the last logged one
+    num_not_finite: int = 0  # steps skipped
 
 
 class Events:
@@ -77,9 +91,12 @@ class Events:
 class Metrics:
     """metrics.jsonl and TensorBoard. To send all numbers elsewhere as well, add a line to `write`."""
 
-    def __init__(self, workdir: paths.AnyPath, lines: Sequence[Mapping], corpus: str):
+    def __init__(
+        self, workdir: paths.AnyPath, lines: Sequence[Mapping], corpus: str, save: Mapping
+    ):
         """Begin with `lines`, those before the next step: later steps are taken again."""
         self.corpus = corpus
+        self.save = save
         self.file = workdir / 'metrics.jsonl'
         self.events = Events(workdir)
         # The lines of evaluations; only the first process has them.
@@ -89,9 +106,9 @@ class Metrics:
             self.content = ''.join(json.dumps(line) + '\n' for line in lines).encode()
             paths.replace_file(self.file, self.content)
 
-    def history(self, save: Mapping) -> best.History:
+    def history(self) -> best.History:
         """Return the values of `save.best_metric` so far; only the first process has them."""
-        return best.history(save, self.evaluations)
+        return best.history(self.save, self.evaluations)
 
     def missing(self, names: Sequence[str], step: int) -> list[str]:
         """Return the names of the evaluations after `step` that the first process has not written."""
@@ -99,7 +116,7 @@ class Metrics:
             return []
         written = [line['run'] for line in self.evaluations if line['step'] == step]
         is_written = [name in written for name in names]
-        of_first = partition.from_first_process(np.array(is_written))
+        of_first = from_first_process(np.array(is_written))
         return [name for name, x in zip(names, of_first, strict=True) if not x]
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
@@ -107,7 +124,7 @@ class Metrics:
 
         Each process calls it, and raises an error where the first one cannot write.
         """
-        partition.in_all(lambda: self._write(name, step, values))
+        in_all(lambda: self._write(name, step, values))
 
     def _write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         if jax.process_index() > 0:
@@ -145,6 +162,43 @@ def prune(folder: paths.AnyPath, save: ConfigDict, rank: Callable[[int], float] 
         if step in kept or is_multiple or (directory / 'PINNED').exists():
             continue
         checkpoint.delete(directory)
+
+
+def lock_folder(folder: paths.AnyPath) -> Lock:
+    """Lock a workdir, in the first process, until the lock is closed. Raises Refused that names the holder."""
+    remedy = (
+        'stop that run, or name another --workdir; if this process has prepared it before, train '
+        'that run, or close its workdir.lock'
+    )
+    return lock(folder / 'lock', str(folder), remedy, jax.process_index() == 0)
+
+
+def progress_files(stream: Stream, batch: PrefetchedBatch, progress: Progress) -> dict[str, bytes]:
+    """Return the files of a checkpoint after `batch`, which `read_progress` reads. Every process calls it."""
+    rows = np.zeros((stream.batch_size, *batch.after.shape[1:]), np.int64)
+    rows[stream.rows] = batch.after
+    position_file = io.BytesIO()
+    np.save(position_file, from_processes(rows).max(axis=0))
+    return {
+        'data_counts.json': json.dumps(counts_of_all(stream, batch)).encode(),
+        'data_files.json': json.dumps([x._asdict() for x in stream.mixture.files]).encode(),
+        'data_position.npy': position_file.getvalue(),
+        'interval.json': json.dumps(progress.interval).encode(),
+        'not_finite.json': json.dumps(progress.num_not_finite).encode(),
+    }
+
+
+def read_progress(directory: paths.AnyPath | None, stream: Stream) -> Progress:
+    """Move a stream to its position in the checkpoint `directory`; return the rest. None is a new run."""
+    if directory is None:
+        return Progress()
+    positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))
+    stream.seek(positions[stream.rows])
+    if jax.process_index() == 0:  # counts are summed over processes
+        num_examples = json.loads((directory / 'data_counts.json').read_bytes())
+        stream.counts[:] = [num_examples[task.name] for task in stream.tasks]
+    interval = json.loads((directory / 'interval.json').read_bytes())
+    return Progress(interval, json.loads((directory / 'not_finite.json').read_bytes()))
 
 
 def model_info(

@@ -304,6 +304,20 @@ class BadLines:
                     f'(data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
 
+    def add_record(self, name: str, reason: str) -> None:
+        """Count a bad record. Raises Refused where that stops the run."""
+        path, _, position = name.rpartition(':')
+        if not path:  # in no file: nothing is left out
+            raise Refused(f'{name}: {reason}')
+        self.add(path, int(position), reason)
+
+    def place_of(self, name: str) -> str:
+        """Return the place of a record: 'line 15 of mine.jsonl', or its name if it is in no file."""
+        path, _, position = name.rpartition(':')
+        if not path:
+            return name
+        return self.line(path, int(position)).name()
+
     def line(self, path: str, position: int, reason: str = '') -> 'BadLine':
         return BadLine(path, position, reason, self.kind or kind_of(path))
 

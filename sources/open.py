@@ -33,43 +33,45 @@ from sources.text import MAX_SMALL_BYTES, PlainFiles
 FILE_SETTINGS = {'train': 'files', 'validation': 'validation_files', 'test': 'test_files'}
 
 
-def open_source(config, whole_records: bool = False, test_split: str = '') -> Source:
-    """Open the task cache of `config.task`, else `config.tfds`, `config.files`, cmudict or pydoc.
+def open_source(data_group, whole_records: bool = False, test_split: str = '') -> Source:
+    """Open the task cache of `data_group.task`, else `data_group.tfds`, `data_group.files`, cmudict or pydoc.
 
     A record has the fields that the settings name; with `whole_records` all of them, as they are in
-    JSON. `test_split`: as config.validation_split; '' is the split test, if there is one;
-    config.test_files take precedence. Files are read in the order of their digests, so that names and
+    JSON. `test_split`: as data_group.validation_split; '' is the split test, if there is one;
+    data_group.test_files take precedence. Files are read in the order of their digests, so that names and
     folders change nothing.
     """
-    if not config.text_field:
+    if not data_group.text_field:
         raise Refused("data.text_field='' names no field: C4's is 'text'")
-    folder = find_cache(config, config.task)
+    folder = find_cache(data_group, data_group.task)
     if folder is not None:
-        return cached_source(config, folder)
-    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction, config.kind)
-    parser = LineParser(config, bad_lines, whole_records)
-    folders = find_tfds(config)
+        return cached_source(data_group, folder)
+    bad_lines = BadLines(data_group.on_bad_line, data_group.max_bad_fraction, data_group.kind)
+    parser = LineParser(data_group, bad_lines, whole_records)
+    folders = find_tfds(data_group)
     files: dict[str, list[FileRecord]] = {}
     for split, setting in FILE_SETTINGS.items():
-        files[split] = find_files(split, f'data.{setting}', config[setting], bad_lines)
+        files[split] = find_files(split, f'data.{setting}', data_group[setting], bad_lines)
     names = [file.path for file in itertools.chain(*files.values())]
     if names:
-        check_delimiter(config, {parser.kind_of(name): name for name in names})
+        check_delimiter(data_group, {parser.kind_of(name): name for name in names})
     if folders:
-        source = tfds_source_of(config, folders, parser, test_split)
+        source = tfds_source_of(data_group, folders, parser, test_split)
     elif names:
-        source = files_source(config, files, parser)
-    elif config.task.startswith('cmudict_'):
-        return cmudict.open_source(config)
+        source = files_source(data_group, files, parser)
+    elif data_group.task.startswith('cmudict_'):
+        return cmudict.open_source(data_group)
     else:
-        is_of_pydoc = config.task.startswith('pydoc_')
-        needs_files = config.kind or config.delimiter or config.targets or config.references
+        is_of_pydoc = data_group.task.startswith('pydoc_')
+        needs_files = (
+            data_group.kind or data_group.delimiter or data_group.targets or data_group.references
+        )
         if needs_files or (whole_records and not is_of_pydoc):
             raise Refused(
-                f'data.task={config.task!r}, data.kind={config.kind!r}, data.delimiter={config.delimiter!r} and '
-                f'data.targets={config.targets!r} need records: set data.files or data.tfds'
+                f'data.task={data_group.task!r}, data.kind={data_group.kind!r}, data.delimiter={data_group.delimiter!r} and '
+                f'data.targets={data_group.targets!r} need records: set data.files or data.tfds'
             )
-        return pydoc.open_source(config)
+        return pydoc.open_source(data_group)
     if files['test']:
         check_files(parser, files['test'])
         open_test = functools.partial(open_files, files['test'], parser)
@@ -77,13 +79,13 @@ def open_source(config, whole_records: bool = False, test_split: str = '') -> So
     return source
 
 
-def files_source(config, files: Mapping[str, list[FileRecord]], parser: LineParser) -> Source:
+def files_source(data_group, files: Mapping[str, list[FileRecord]], parser: LineParser) -> Source:
     """Open files for training and files for validation; each may be none."""
     train = files['train']
     validation = files['validation']
-    if validation and not train and config.train_split != NO_SPLIT:
+    if validation and not train and data_group.train_split != NO_SPLIT:
         raise Refused(
-            f'data.validation_files={config.validation_files!r} needs data.files: name both'
+            f'data.validation_files={data_group.validation_files!r} needs data.files: name both'
         )
     check_disjoint(train, validation)
     check_files(parser, train + validation)
@@ -101,7 +103,7 @@ def files_source(config, files: Mapping[str, list[FileRecord]], parser: LinePars
         description=f'{len(counted):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
         fingerprint=digest(content),
-        validation_fraction=config.validation_fraction,
+        validation_fraction=data_group.validation_fraction,
         bad_lines=parser.bad_lines,
         train=trained,
         validation=open_files(validation, parser) if validation else None,
@@ -109,32 +111,32 @@ def files_source(config, files: Mapping[str, list[FileRecord]], parser: LinePars
     )
 
 
-def find_cache(config, task: str) -> paths.AnyPath | None:
+def find_cache(data_group, task: str) -> paths.AnyPath | None:
     """Return the folder of a task's cache, None if there is none to be read."""
-    if config.use_cached == 'no':
+    if data_group.use_cached == 'no':
         return None
-    roots = cache_roots(config)
+    roots = cache_roots(data_group)
     folder = cache.find(roots, task)
     are_missing = roots and not any(root.is_dir() for root in roots)
-    if folder is None and (are_missing or config.use_cached == 'yes'):
+    if folder is None and (are_missing or data_group.use_cached == 'yes'):
         raise Refused(
-            f'data.cache_dirs={config.cache_dirs!r} has no complete cache of data.task={task!r}: use --mode=cache'
+            f'data.cache_dirs={data_group.cache_dirs!r} has no complete cache of data.task={task!r}: use --mode=cache'
         )
     return folder
 
 
-def cache_roots(config) -> list[paths.AnyPath]:
+def cache_roots(data_group) -> list[paths.AnyPath]:
     with named('data.cache_dirs'):
-        return [paths.to_path(name) for name in split_names(config.cache_dirs)]
+        return [paths.to_path(name) for name in split_names(data_group.cache_dirs)]
 
 
-def cached_source(config, folder: paths.AnyPath) -> Source:
+def cached_source(data_group, folder: paths.AnyPath) -> Source:
     """Return the splits of a task cache as a source of ids."""
-    check_not_of_records(config)
-    bad_lines = BadLines(config.on_bad_line, config.max_bad_fraction)
+    check_not_of_records(data_group)
+    bad_lines = BadLines(data_group.on_bad_line, data_group.max_bad_fraction)
     available = cache.splits(folder)
     parts = {}
-    if config.train_split != NO_SPLIT:
+    if data_group.train_split != NO_SPLIT:
         parts['train'] = open_cache(folder, 'train', bad_lines)
     if 'validation' in available:
         parts['validation'] = open_cache(folder, 'validation', bad_lines)
@@ -148,7 +150,7 @@ def cached_source(config, folder: paths.AnyPath) -> Source:
         description=f'{count} cached examples of {folder}',
         corpus='cache',
         fingerprint=digest([file.content for file in files]),
-        validation_fraction=validation_fraction_of(config),
+        validation_fraction=validation_fraction_of(data_group),
         bad_lines=bad_lines,
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),
@@ -159,18 +161,18 @@ def cached_source(config, folder: paths.AnyPath) -> Source:
     )
 
 
-def check_not_of_records(config) -> None:
+def check_not_of_records(data_group) -> None:
     """Raise Refused for settings that act on records, and not on the ids of a task cache."""
     for setting in ('weight', 'target_choice'):
-        if config[setting] not in ('', 'first'):
+        if data_group[setting] not in ('', 'first'):
             raise Refused(
-                f'data.{setting}={config[setting]!r} needs records: set data.use_cached=no'
+                f'data.{setting}={data_group[setting]!r} needs records: set data.use_cached=no'
             )
 
 
-def validation_fraction_of(config) -> float:
+def validation_fraction_of(data_group) -> float:
     """Return the fraction that is held out: none where the settings say what validation is."""
-    return 0.0 if config.validation_split else config.validation_fraction
+    return 0.0 if data_group.validation_split else data_group.validation_fraction
 
 
 def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
@@ -192,46 +194,46 @@ def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.
     return reader(opened, files, bad_lines)
 
 
-def find_tfds(config) -> list[paths.AnyPath]:
-    """Return the folders of the TFDS data sets `config.tfds`, none without it."""
-    name = config.tfds
-    files = config.files or config.validation_files
+def find_tfds(data_group) -> list[paths.AnyPath]:
+    """Return the folders of the TFDS data sets `data_group.tfds`, none without it."""
+    name = data_group.tfds
+    files = data_group.files or data_group.validation_files
     if name and files:
         raise Refused(f'data.tfds={name!r} and files, {files!r}, are two corpora: leave one out')
     if name:
         folders = []
         for each in split_names(name) or [name]:
             with named(f'data.tfds={each!r}'):
-                folders.append(tfds.find(tfds_root(config), each))
+                folders.append(tfds.find(tfds_root(data_group), each))
         return folders
-    is_train = config.train_split in ('train', NO_SPLIT)
-    if not is_train or config.validation_split not in ('', NO_SPLIT):
+    is_train = data_group.train_split in ('train', NO_SPLIT)
+    if not is_train or data_group.validation_split not in ('', NO_SPLIT):
         raise Refused(
-            f'data.train_split={config.train_split!r}, data.validation_split={config.validation_split!r} need data.tfds'
+            f'data.train_split={data_group.train_split!r}, data.validation_split={data_group.validation_split!r} need data.tfds'
         )
     return []
 
 
-def prepared_version(config, name: str) -> str | None:
+def prepared_version(data_group, name: str) -> str | None:
     """Return a data set NAME:VERSION if it is prepared, NAME for another version, None without any."""
     if ',' in name:
-        found = [prepared_version(config, each) for each in split_names(name)]
+        found = [prepared_version(data_group, each) for each in split_names(name)]
         return None if None in found else ','.join(map(str, found))
     path, _, version = name.partition(':')
-    folder = tfds_root(config) / path
+    folder = tfds_root(data_group) / path
     if version in tfds.versions_of(folder):
         return name
     return path if folder.is_dir() else None
 
 
-def tfds_root(config) -> paths.AnyPath:
-    root = config.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
+def tfds_root(data_group) -> paths.AnyPath:
+    root = data_group.tfds_dir or os.environ.get('TFDS_DATA_DIR') or '~/tensorflow_datasets'
     with named('data.tfds_dir'):
         return paths.to_path(root)
 
 
 def tfds_source_of(
-    config, folders: list[paths.AnyPath], parser: LineParser, test_split: str
+    data_group, folders: list[paths.AnyPath], parser: LineParser, test_split: str
 ) -> Source:
     """Return splits of TFDS data sets as a source of texts, or of whole records."""
     data_sets = [tfds.DataSet(folder) for folder in folders]
@@ -244,8 +246,8 @@ def tfds_source_of(
             return tfds.open_all(data_sets, expression, decode, parser)
 
     expressions = {
-        'train': config.train_split,
-        'validation': config.validation_split,
+        'train': data_group.train_split,
+        'validation': data_group.validation_split,
         'test': test_split,
     }
     splits = {}
@@ -281,7 +283,7 @@ def tfds_source_of(
         ),
         corpus='tfds',
         fingerprint=digest([splits, [file.content for file in files]]),
-        validation_fraction=validation_fraction_of(config),
+        validation_fraction=validation_fraction_of(data_group),
         bad_lines=parser.bad_lines,
         train=parts.get('train', RecordsInMemory([])),
         validation=parts.get('validation'),

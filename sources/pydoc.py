@@ -14,7 +14,7 @@ from sources import BadLines, Record, Source
 from sources.deal import RecordsInMemory
 
 
-def open_source(config) -> Source:
+def open_source(data_group) -> Source:
     """Return this Python's documentation as a source.
 
     A record has a text and its two parts, 'summary' and 'rest'. Texts of one summary are in one
@@ -23,11 +23,11 @@ def open_source(config) -> Source:
     records = []
     for name, text in documents():
         summary, _, rest = text.partition('\n')
-        fields = {config.text_field: ' '.join(text.split()), 'summary': summary, 'rest': rest}
+        fields = {data_group.text_field: ' '.join(text.split()), 'summary': summary, 'rest': rest}
         words = re.findall(r'\w+', summary.lower())
         records.append(Record(name, fields, split_key=' '.join(words)))
-    corpus = 'pydoc instead of C4' if config.task.startswith('c4') else 'pydoc'
-    return in_memory(records, "this Python's documentation", corpus, config.validation_fraction)
+    corpus = 'pydoc instead of C4' if data_group.task.startswith('c4') else 'pydoc'
+    return in_memory(records, "this Python's documentation", corpus, data_group.validation_fraction)
 
 
 def in_memory(records: list[Record], name: str, corpus: str, validation_fraction: float) -> Source:

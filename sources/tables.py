@@ -54,17 +54,17 @@ JSON = json.JSONDecoder(
 class LineParser:
     """Makes a record of a line: the fields that the settings name, all with `whole_records`."""
 
-    def __init__(self, config, bad_lines: BadLines, whole_records: bool = False):
-        self.kind = config.kind
-        self.delimiter = delimiter_of(config)
-        self.text_field = config.text_field
-        self.templates = templates_of(config)
-        self.references = config.references[1:-1]  # the field that is a list
+    def __init__(self, data_group, bad_lines: BadLines, whole_records: bool = False):
+        self.kind = data_group.kind
+        self.delimiter = delimiter_of(data_group)
+        self.text_field = data_group.text_field
+        self.templates = templates_of(data_group)
+        self.references = data_group.references[1:-1]  # the field that is a list
         self.bad_lines = bad_lines
         self.whole_records = whole_records
-        self.fields = () if whole_records else fields_named(config)
+        self.fields = () if whole_records else fields_named(data_group)
         keys = [template.key for template in self.templates.values()] or ['data.text_field']
-        if self.templates and config.weight:
+        if self.templates and data_group.weight:
             keys.append('data.weight')
         self.remedy = f'correct {" or ".join(keys)}'  # if a record does not fill a slot
         self._kinds: dict[str, str] = {}  # by file; every line asks for it
@@ -150,9 +150,9 @@ class LineParser:
         check_columns(path, columns, self.fields, remedy)
 
 
-def delimiter_of(config) -> str:
+def delimiter_of(data_group) -> str:
     """Return the character that data.delimiter names, '' for none."""
-    return {'tab': '\t', '\\t': '\t'}.get(config.delimiter, config.delimiter)
+    return {'tab': '\t', '\\t': '\t'}.get(data_group.delimiter, data_group.delimiter)
 
 
 def kind_with_delimiter(kind: str, delimiter: str) -> str:
@@ -160,12 +160,12 @@ def kind_with_delimiter(kind: str, delimiter: str) -> str:
     return 'csv' if delimiter and kind == 'tsv' else kind
 
 
-def check_delimiter(config, files: Mapping[str, str]) -> None:
+def check_delimiter(data_group, files: Mapping[str, str]) -> None:
     """Raise Refused if data.delimiter has no table to act on. `files`: {kind: a file that is read so}."""
-    if config.delimiter and ('text' in files or not files.keys() & {'csv', 'tsv'}):
+    if data_group.delimiter and ('text' in files or not files.keys() & {'csv', 'tsv'}):
         file = files.get('text') or next(iter(files.values()))
         raise Refused(
-            f"data.delimiter={config.delimiter!r} is for tables, and {file} is not: set data.kind='csv'"
+            f"data.delimiter={data_group.delimiter!r} is for tables, and {file} is not: set data.kind='csv'"
         )
 
 

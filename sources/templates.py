@@ -42,31 +42,31 @@ def single_braces(text: str) -> str:
     return text.replace('{{', '{').replace('}}', '}')
 
 
-def templates_of(config) -> dict[str, Template]:
+def templates_of(settings) -> dict[str, Template]:
     """Return {feature: template} of `data.inputs` and `data.targets`; none if both are ''.
 
-    `data.references` stands for the targets.
+    `settings`: config.data, or a task. `references` stands for the targets.
     """
-    if config.targets and config.references:
-        raise Refused(f'data.references={config.references!r} and data.targets: leave one out')
-    key = 'data.references' if config.references else 'data.targets'
-    text = config.references or config.targets
-    if config.inputs and not text:
-        raise Refused(f'data.inputs={config.inputs!r} needs data.targets or data.references')
+    if settings.targets and settings.references:
+        raise Refused(f'data.references={settings.references!r} and data.targets: leave one out')
+    key = 'data.references' if settings.references else 'data.targets'
+    text = settings.references or settings.targets
+    if settings.inputs and not text:
+        raise Refused(f'data.inputs={settings.inputs!r} needs data.targets or data.references')
     if not text:
         return {}
     targets = Template(key, text)
     if not targets.fields:
         raise Refused(f"{key}={text!r} names no field: write one as '{{answer}}'")
-    return {'inputs': Template('data.inputs', config.inputs), 'targets': targets}
+    return {'inputs': Template('data.inputs', settings.inputs), 'targets': targets}
 
 
-def fields_named(config) -> tuple[str, ...]:
+def fields_named(data_group) -> tuple[str, ...]:
     """Return the fields of a record that the settings name."""
-    templates = templates_of(config)
+    templates = templates_of(data_group)
     if not templates:
-        return (config.text_field,)
+        return (data_group.text_field,)
     found = [field for template in templates.values() for field in template.fields]
-    if config.weight:
-        found.append(config.weight[1:-1])
+    if data_group.weight:
+        found.append(data_group.weight[1:-1])
     return tuple(dict.fromkeys(found))

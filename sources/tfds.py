@@ -44,7 +44,7 @@ BLOCKS_OF_LARGE_FILE = 1024
 READER_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'  # for reading in any order
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """Records of a shard that follow each other, from number `first` on."""
 
     path: str
@@ -104,7 +104,7 @@ class DataSet:
                     Path(copied, file.name).write_bytes(file.read_bytes())
             return self._tfds.builder_from_directory(copied).info
 
-    def runs(self, expression: str) -> list[Run]:
+    def runs(self, expression: str) -> list[ShardRun]:
         """Return where the records of a split, or of slices of splits, are stored."""
         names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
         with any_error_named(f'{self.name} has the splits {names}'):
@@ -118,7 +118,7 @@ class DataSet:
             path = str(self.folder / os.path.basename(found.filename))
             if path in statuses and statuses[path].num_bytes:
                 numbers = (found.skip, found.take, found.examples_in_shard)
-                runs.append(Run(path, *numbers, statuses[path]))
+                runs.append(ShardRun(path, *numbers, statuses[path]))
             elif path not in missing:
                 missing.append(path)
         if missing:
@@ -215,7 +215,7 @@ def as_python(value, short_floats: bool = False):
 class TfdsRecords(StoredRecords):
     """Records of some runs: the fields that the settings name, or all features."""
 
-    def __init__(self, runs: list[Run], decode: Callable[[bytes], dict], parser: LineParser):
+    def __init__(self, runs: list[ShardRun], decode: Callable[[bytes], dict], parser: LineParser):
         self.runs = runs
         self.decode = decode
         self.parser = parser
@@ -284,7 +284,7 @@ class ArrayRecords(TfdsRecords):
                 fault = Refused(f'it is damaged ({first_line(error)}): copy the file again')
                 yield StoredRecord(run.path, i, fault)
 
-    def read_record(self, run: Run, i: int) -> bytes:
+    def read_record(self, run: ShardRun, i: int) -> bytes:
         """Return record number `i` of a file. Raises RuntimeError for a damaged one."""
         with self.lock:
             reader = self.reader(run.path)

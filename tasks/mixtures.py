@@ -16,13 +16,13 @@ from messages import Refused, named, noting
 from sources import NO_SPLIT
 from sources.templates import Template, templates_of
 from tasks.objectives import OBJECTIVES, OwnObjective
-from tasks.preprocessors import Example, Fields, text_of
+from tasks.preprocessors import Fields, Texts, text_of
 from vocabulary import Vocabulary
 
 # A number, or a function from the number of examples of a task.
 Rate = float | Callable[[int], float]
 # From the fields of a record to its examples.
-PreprocessFn = Callable[[Fields], Iterable[Example]]
+PreprocessFn = Callable[[Fields], Iterable[Texts]]
 # From a text (targets, or what the model predicts), the example, and whether it is the targets.
 PostprocessFn = Callable[..., object]
 # (targets, predictions) or (targets, scores): {name of the metric: value}.
@@ -76,11 +76,11 @@ class Task:
             for metric_fn in self.metric_fns:
                 inspect.signature(metric_fn).bind('targets', 'predictions')
 
-    def settings(self, config: ConfigDict) -> ConfigDict:
+    def settings(self, data_group: ConfigDict) -> ConfigDict:
         """Return config.data with the values of this task."""
-        own = copy.deepcopy(config)
+        own = copy.deepcopy(data_group)
         own.task = self.name
-        for name in settings_of_a_row(config):
+        for name in settings_of_a_row(data_group):
             own[name] = getattr(self, name)
         return own
 
@@ -102,13 +102,13 @@ class Task:
         """Whether the task is from text to text."""
         return 'inputs' in self.objective_class.features
 
-    def open_objective(self, config: ConfigDict, vocabulary: Vocabulary) -> Objective:
+    def open_objective(self, data_group: ConfigDict, vocabulary: Vocabulary) -> Objective:
         """Return the objective for config.data. Raises Refused for settings that do not fit."""
         if isinstance(self.objective, str):
-            return self.objective_class(config, vocabulary)
-        return OwnObjective(self.objective, config, vocabulary)
+            return self.objective_class(data_group, vocabulary)
+        return OwnObjective(self.objective, data_group, vocabulary)
 
-    def preprocess(self, records: Iterable[Fields]) -> Iterator[Example]:
+    def preprocess(self, records: Iterable[Fields]) -> Iterator[Texts]:
         """Yield the examples of records, {'inputs': text, 'targets': text, ...}."""
         for fields in records:
             if self.preprocess_fn is not None:
@@ -154,11 +154,11 @@ def check_name(name: str) -> None:
     assert is_plain, f'name={name!r:.60}: must be the name of a file, without / \\ and commas'
 
 
-def settings_of_a_row(config: ConfigDict) -> dict[str, str]:
+def settings_of_a_row(data_group: ConfigDict) -> dict[str, str]:
     """Return {name: default} of the fields of a Task that are settings of config.data."""
     defaults = {}
     for field in dataclasses.fields(Task):
-        if isinstance(field.default, str) and field.name in config:
+        if isinstance(field.default, str) and field.name in data_group:
             defaults[field.name] = field.default
     return defaults
 

@@ -43,7 +43,7 @@ from tasks.mixtures import (
     proportional,
     supervised,
 )
-from tasks.preprocessors import Example, Fields, text_of, texts_of
+from tasks.preprocessors import Fields, Texts, text_of, texts_of
 
 Row = Task | Mixture
 
@@ -333,12 +333,12 @@ def without_english(languages: Sequence[str]) -> list[str]:
 # Preprocessors. Source: multilingual_t5/preprocessors.py.
 
 
-def process_mnli(fields: Fields) -> list[Example]:
+def process_mnli(fields: Fields) -> list[Texts]:
     """Return a premise with a hypothesis, and the index of the class."""
     return [sentence_pair(fields['premise'], fields['hypothesis'], fields['label'])]
 
 
-def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Example]:
+def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Texts]:
     """Return an example for each language: the premise and the hypothesis in it."""
     hypothesis = fields['hypothesis']
     found = texts_of(hypothesis['language'])
@@ -351,12 +351,12 @@ def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Example]:
     return examples
 
 
-def sentence_pair(premise: str | bytes, hypothesis: str | bytes, label: int) -> Example:
+def sentence_pair(premise: str | bytes, hypothesis: str | bytes, label: int) -> Texts:
     inputs = f'xnli: premise: {text_of(premise)} hypothesis: {text_of(hypothesis)}'
     return {'inputs': inputs, 'targets': str(int(label))}
 
 
-def paws(fields: Fields) -> list[Example]:
+def paws(fields: Fields) -> list[Texts]:
     """Return two sentences, and whether one is a paraphrase of the other."""
     first = text_of(fields['sentence1'])
     second = text_of(fields['sentence2'])
@@ -367,19 +367,19 @@ def paws(fields: Fields) -> list[Example]:
     return [example]
 
 
-def squad(fields: Fields) -> list[Example]:
+def squad(fields: Fields) -> list[Texts]:
     """Return what T5's `squad` does, padding other characters. The original is called `xquad`."""
     return preprocessors.squad(fields, pad=pad_punctuation)
 
 
-def squad_of_tydiqa_english(fields: Fields) -> list[Example]:
+def squad_of_tydiqa_english(fields: Fields) -> list[Texts]:
     """Return what `squad` does of a question in English; none of another."""
     if text_of(fields['id']).split('-')[0] != 'english':
         return []
     return squad(fields)
 
 
-def wikiann(fields: Fields) -> list[Example]:
+def wikiann(fields: Fields) -> list[Texts]:
     """Return a sentence, and the names in it with their kinds."""
     example = {
         'inputs': f'tag: {" ".join(texts_of(fields["tokens"]))}',
@@ -388,7 +388,7 @@ def wikiann(fields: Fields) -> list[Example]:
     return [example]
 
 
-def source_to_target(fields: Fields) -> list[Example]:
+def source_to_target(fields: Fields) -> list[Texts]:
     """Return the fields 'source' and 'target' as they are."""
     return [{'inputs': text_of(fields['source']), 'targets': text_of(fields['target'])}]
 

@@ -25,9 +25,9 @@ from data import (
     Example,
     Objective,
     Pair,
+    Records,
     SpanCorruption,
     TextToText,
-    corrupt_rows,
     drop_noise_tokens,
     join_documents,
     mark_spans,
@@ -58,7 +58,7 @@ class IidDenoising(Denoising):
     ends then. Source: t5/data/preprocessors.py `iid_denoising`; t5/models/gin/objectives/iid_15_u_u.gin.
     """
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         most_spans = self.raw_length // 2 + 1  # noise or not
         self.num_sentinels = min(most_spans, vocabulary.num_sentinels)
         mean_noise = self.raw_length * self.noise_density
@@ -79,7 +79,7 @@ class DropCorruptedTokens(Denoising):
     Source: T5 §3.3.2; t5/models/gin/objectives/iid_15_d_d.gin.
     """
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(math.ceil(self.raw_length * self.noise_density) + 1)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -95,7 +95,7 @@ class MassStyle(Denoising):
 
     num_sentinels = 1
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(self.raw_length + 1)
         self.check_sentinels(self.num_sentinels, vocabulary)
 
@@ -126,7 +126,7 @@ class Deshuffling(Denoising):
 
     concatenates = False
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(self.raw_length + 1)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -146,10 +146,10 @@ class PrincipleSentences(Denoising):
     concatenates = False
     num_sentinels = 1
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(2)
         self.check_sentinels(self.num_sentinels, vocabulary)
-        self.settings = config.sentences
+        self.settings = data_group.sentences
         self.vocabulary = vocabulary
         texts = []
         for piece in vocabulary.pieces:
@@ -222,7 +222,7 @@ class PrefixLm(Denoising):
 
     concatenates = False
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(2)
 
     def corrupt(self, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -243,7 +243,7 @@ class Lm(Denoising):
 
     min_inputs_length = 1
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_targets(2)
         self.raw_length = self.lengths.targets - 1
 
@@ -259,12 +259,10 @@ class FullLm(Denoising):
 
     min_inputs_length = 1
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.raw_length = self.lengths.targets
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
-    ) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         documents = join_documents(names, records, *key, eos=self.eos)
         rows = split_tokens(self.text_ends(documents), itertools.repeat(self.raw_length))
         splits = self.splits(rows, *key)
@@ -287,12 +285,12 @@ class PackPrefixLm(FullLm):
     t5/data/preprocessors.py `targets_for_prefix_lm_objective`, `pack_prefix_lm_encoder_decoder`.
     """
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         inputs = self.lengths.inputs
         if self.lengths.targets != inputs or inputs % 2:
             both = f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}'
             raise Refused(f'{both}: two examples fill a row: use {inputs + inputs % 2} for both')
-        super().set_lengths(config, vocabulary)
+        super().set_lengths(data_group, vocabulary)
 
     def splits(self, rows: np.ndarray, *key: int | str) -> np.ndarray:
         lengths = rows[:, 1] - rows[:, 0]
@@ -358,7 +356,7 @@ class Ul2(Denoising):
     9.2, whose modes are text that the vocabulary encodes.
     """
 
-    def set_lengths(self, config: ConfigDict, vocabulary: Vocabulary) -> None:
+    def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
         self.check_sentinels(1, vocabulary)
         self.modes = []
         self.raw_lengths = []
@@ -379,9 +377,7 @@ class Ul2(Denoising):
             longest_targets = max(longest_targets, targets_length)
         self.check_targets(longest_targets)
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
-    ) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         documents = join_documents(names, records, *key)
         text_ends = self.text_ends(documents)
         most_rows = len(documents.ids) // min(self.raw_lengths) + len(text_ends)
@@ -394,9 +390,7 @@ class Ul2(Denoising):
         examples = []
         for i in range(len(DENOISERS)):
             corrupt = functools.partial(self.corrupt_as, i)
-            examples += corrupt_rows(
-                documents, rows[draws == i], corrupt, self.lengths, self.eos, *key
-            )
+            examples += self.corrupt_rows(documents, rows[draws == i], corrupt, *key)
         return examples
 
     def corrupt_as(self, i: int, raw_ids: np.ndarray, *key: int | str) -> Pair:
@@ -432,8 +426,8 @@ class TextToTextWithSentinel(PromptedTextToText):
 
     num_sentinels = 1
 
-    def __init__(self, config: ConfigDict, vocabulary: Vocabulary):
-        super().__init__(config, vocabulary)
+    def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
+        super().__init__(data_group, vocabulary)
         self.sentinel = vocabulary.sentinel_ids[:1]
         if vocabulary.num_sentinels == 0:
             raise Refused('data.extra_ids=0: the inputs of this task end with a sentinel: use 1')
@@ -458,9 +452,7 @@ class TriviaQaTruncateInputs(TextToText):
     that EOS takes the place of its last id.
     """
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
-    ) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         length = self.lengths.inputs
         kept_names = []
         kept = []
@@ -510,17 +502,15 @@ OBJECTIVES: dict[str, type[Objective]] = {
 class OwnObjective:
     """An objective of a user's class, whose ids are checked: wrong ones would train a model in silence."""
 
-    def __init__(self, objective: type[Objective], config: ConfigDict, vocabulary: Vocabulary):
-        self.objective = objective(config, vocabulary)
+    def __init__(self, objective: type[Objective], data_group: ConfigDict, vocabulary: Vocabulary):
+        self.objective = objective(data_group, vocabulary)
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
-        self.lengths = config.lengths
+        self.lengths = data_group.lengths
         self.vocabulary_size = vocabulary.size
 
-    def examples(
-        self, names: Sequence[str], records: Sequence[Mapping[str, np.ndarray]], *key: int | str
-    ) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         with noting(f'{type(self.objective).__name__}.examples of {first_ten(list(names))}'):
             examples = list(self.objective.examples(names, records, *key))
             for example in examples:

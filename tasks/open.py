@@ -27,88 +27,92 @@ RECORDS = ('files', 'validation_files', 'test_files', 'tfds')
 TEXTS = ('targets', 'inputs', 'references', 'metrics')
 
 
-def find(config: ConfigDict) -> Task | Mixture:
+def find(data_group: ConfigDict) -> Task | Mixture:
     """Return the task or mixture that config.data names, with the settings in its rows."""
-    name = config.task
-    is_cached = functools.partial(sources.open.find_cache, config)
-    texts = {setting: config[setting] for setting in TEXTS if config[setting]}
+    name = data_group.task
+    is_cached = functools.partial(sources.open.find_cache, data_group)
+    texts = {setting: data_group[setting] for setting in TEXTS if data_group[setting]}
     if texts and name == 'span_corruption':  # the default
         name = 'text_to_text'
-    if texts and name != 'text_to_text' and look_up(name, config.module) is not None:
+    if texts and name != 'text_to_text' and look_up(name, data_group.module) is not None:
         settings = ', '.join(f'data.{setting}={text!r}' for setting, text in texts.items())
         raise Refused(
             f'{settings}: data.task={name!r} has texts and metrics of its own: use another name, or '
             + ' '.join(f'--config.data.{setting}=' for setting in texts)
         )
-    row = look_up(name, config.module, is_cached)
-    if row is None and (config.targets or config.references):
+    row = look_up(name, data_group.module, is_cached)
+    if row is None and (data_group.targets or data_group.references):
         row = Task(name)
     if row is None:
-        where = f', also in data.cache_dirs={config.cache_dirs!r}' if config.cache_dirs else ''
-        raise unknown(name, config.module, f'data.task={name!r}', where)
+        where = ''
+        if data_group.cache_dirs:
+            where = f', also in data.cache_dirs={data_group.cache_dirs!r}'
+        raise unknown(name, data_group.module, f'data.task={name!r}', where)
     has_records = isinstance(row, Mixture) or row.cache
     for setting in RECORDS:
         is_for_evaluation = setting == 'files' and getattr(row, 'train_split', '') == NO_SPLIT
-        if config[setting] and (has_records or is_for_evaluation):
+        if data_group[setting] and (has_records or is_for_evaluation):
             raise Refused(
-                f'data.{setting}={config[setting]!r} is not for data.task={name!r}: a mixture and a task of P3 '
+                f'data.{setting}={data_group[setting]!r} is not for data.task={name!r}: a mixture and a task of P3 '
                 'have their own records, and a task without training takes data.validation_files'
             )
-    found = configured(row, config)
+    found = configured(row, data_group)
     is_of_texts = name in OBJECTIVES and not takes_documents(name)
-    if is_of_texts and not config.targets and not config.references and not is_cached(name):
+    if is_of_texts and not data_group.targets and not data_group.references and not is_cached(name):
         raise Refused(f"data.task={name!r} needs data.targets, as '{{answer}}', and data.inputs")
     return found
 
 
-def configured(row: str | Task | Mixture, config: ConfigDict) -> Task | Mixture:
+def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixture:
     """Return a row whose fields are replaced by the settings that differ from their defaults.
 
     A row of T5's tables reads the newest version of its data set if T5's is not prepared, and Python's
     documentation if C4 is missing.
     """
     if isinstance(row, Mixture):
-        return row.with_members(functools.partial(configured, config=config))
+        return row.with_members(functools.partial(configured, data_group=data_group))
     assert not isinstance(row, str)  # all are looked up
-    if config.weight and not row.takes_inputs:
-        raise Refused(f"data.weight={config.weight!r} is not for data.task={row.name!r}: use ''")
-    templates_of(config)  # refuses what the settings say
-    defaults = settings_of_a_row(config)
-    changes = {name: config[name] for name in defaults if config[name] != defaults[name]}
+    if data_group.weight and not row.takes_inputs:
+        raise Refused(
+            f"data.weight={data_group.weight!r} is not for data.task={row.name!r}: use ''"
+        )
+    templates_of(data_group)  # refuses what the settings say
+    defaults = settings_of_a_row(data_group)
+    changes = {name: data_group[name] for name in defaults if data_group[name] != defaults[name]}
     if row.train_split == NO_SPLIT:
         changes.pop('train_split', None)
     is_ours = row is table().get(row.name)
-    if config.files or config.validation_files or config.tfds:  # replace all records of the row
-        for name in ('files', 'validation_files', 'tfds'):
-            changes[name] = config[name]
-    if config.files or config.validation_files:  # which have splits of their own
-        changes['validation_split'] = config.validation_split
+    replacements = {name: data_group[name] for name in ('files', 'validation_files', 'tfds')}
+    if any(replacements.values()):  # of all records of the row
+        changes |= replacements
+    if data_group.files or data_group.validation_files:  # which have splits of their own
+        changes['validation_split'] = data_group.validation_split
         if row.train_split != NO_SPLIT:
-            changes['train_split'] = config.train_split
-    elif row.tfds and is_ours and not config.tfds:
-        prepared = sources.open.prepared_version(config, row.tfds)
+            changes['train_split'] = data_group.train_split
+    elif row.tfds and is_ours and not data_group.tfds:
+        prepared = sources.open.prepared_version(data_group, row.tfds)
         if prepared is not None:
             changes['tfds'] = prepared
-        elif row.name.startswith('c4_') or config.test_files:
+        elif row.name.startswith('c4_') or data_group.test_files:
             changes['tfds'] = ''
-    if config.metrics:
-        changes['metric_fns'] = metrics_of(config.metrics)
+    if data_group.metrics:
+        changes['metric_fns'] = metrics_of(data_group.metrics)
     changed = dataclasses.replace(row, **changes)
     # Without records an objective and T5's rows read Python's documentation.
     if not is_ours and row.name not in OBJECTIVES:
         files = changed.files or changed.validation_files or changed.test_files
         has_records = files or changed.tfds or changed.cache
-        if not has_records and sources.open.find_cache(config, changed.name) is None:
+        if not has_records and sources.open.find_cache(data_group, changed.name) is None:
             raise Refused(f'task {row.name!r} needs records: set data.files or data.tfds')
     return changed
 
 
-def settings_of_task(config: ConfigDict, name: str) -> ConfigDict:
+def settings_of_task(data_group: ConfigDict, name: str) -> ConfigDict:
     """Return config.data for a task. What it says of the records of data.task is not of others."""
-    if name == config.task:
-        return config
-    own = config.copy_and_resolve_references()
-    own.update(settings_of_a_row(config), task=name, metrics='')
+    if name == data_group.task:
+        return data_group
+    own = data_group.copy_and_resolve_references()
+    own.update(settings_of_a_row(data_group), task=name, metrics='')
     return own
 
 
@@ -145,13 +149,13 @@ TEXT_METRICS: dict[str, MetricFn] = {
 # Opening their sources.
 
 
-def open_mixture(config: ConfigDict) -> OpenMixture:
+def open_mixture(data_group: ConfigDict) -> OpenMixture:
     """Open the sources of what config.data.task names, for training."""
-    found = find(config)
+    found = find(data_group)
     if isinstance(found, Task):
-        tasks = [open_task(found, config)]
+        tasks = [open_task(found, data_group)]
     else:
-        tasks = open_tasks(found, config)
+        tasks = open_tasks(found, data_group)
     content: list = []  # texts and rates; a function's code is not in it
     for task, source, rate in tasks:
         if task.train_split != NO_SPLIT and not source.may_hold('train'):
@@ -160,18 +164,18 @@ def open_mixture(config: ConfigDict) -> OpenMixture:
         content.append([task.name, task.objective_name, task.inputs, targets])
         content.append([source.fingerprint, round(rate, 12)])
     fingerprint = digest(content)
-    if len(tasks) == 1 and found.name not in own_tasks(config.module):
+    if len(tasks) == 1 and found.name not in own_tasks(data_group.module):
         fingerprint = source.fingerprint  # config.json has the texts of this task
     return OpenMixture(found.name, tuple(tasks), fingerprint, open_mixture)
 
 
-def open_evaluated_alone(config: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
+def open_evaluated_alone(data_group: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
     """Open the tasks with a validation split that training leaves out, as T5X's get_training_eval_datasets."""
     trained = {task.name for task in mixture.tasks}
     opened = []
-    for name, task in tasks_of(find(config)).items():
+    for name, task in tasks_of(find(data_group)).items():
         if name not in trained and task.validation_split != NO_SPLIT:
-            opened.append(open_task(task, config))
+            opened.append(open_task(task, data_group))
     return [task for task in opened if task.source.may_hold('validation')]
 
 
@@ -192,14 +196,14 @@ def tasks_of(found: Task | Mixture) -> dict[str, Task]:
     return {found.name: found} if isinstance(found, Task) else found.tasks
 
 
-def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
+def open_tasks(mixture: Mixture, data_group: ConfigDict) -> list[OpenTask]:
     """Open the sources of a mixture for training: of the tasks with a training split and a rate above 0."""
     opened: dict[str, OpenTask] = {}
     sizes: dict[str, int] = {}
     for name in sorted(mixture.tasks_by_size):
         num_records: int | None = 0
         if mixture.tasks[name].train_split != NO_SPLIT:
-            opened[name] = open_task(mixture.tasks[name], config)
+            opened[name] = open_task(mixture.tasks[name], data_group)
             num_records = opened[name].source.train.count_records()
         if num_records is not None:
             sizes[name] = num_records
@@ -212,19 +216,21 @@ def open_tasks(mixture: Mixture, config: ConfigDict) -> list[OpenTask]:
     total = sum(rates.values())
     tasks = []
     for name, rate in rates.items():
-        task = opened.get(name) or open_task(mixture.tasks[name], config)
+        task = opened.get(name) or open_task(mixture.tasks[name], data_group)
         tasks.append(task._replace(rate=rate / total))
     return tasks
 
 
-def open_task(task: Task, config: ConfigDict) -> OpenTask:
+def open_task(task: Task, data_group: ConfigDict) -> OpenTask:
     """Open the source of a task."""
-    if task.cache and sources.open.find_cache(config, task.name) is None:
-        where = f'data.cache_dirs={config.cache_dirs!r} (data.use_cached={config.use_cached!r})'
+    if task.cache and sources.open.find_cache(data_group, task.name) is None:
+        where = (
+            f'data.cache_dirs={data_group.cache_dirs!r} (data.use_cached={data_group.use_cached!r})'
+        )
         raise Refused(f'data.task={task.name!r} has no cache in {where}: copy {task.cache} there')
     with named(f'data.task={task.name!r}'):
         source = sources.open.open_source(
-            task.settings(config),
+            task.settings(data_group),
             whole_records=task.preprocess_fn is not None,
             test_split=task.test_split,
         )

@@ -19,7 +19,7 @@ import numpy as np
 from messages import Refused
 
 Fields = Mapping[str, Any]
-Example = dict[str, Any]
+Texts = dict[str, Any]  # of one example: inputs, targets and fields for its metrics
 
 NO_LABEL = -1  # the label of records in a test split
 UNKNOWN = '<unk>'  # its targets
@@ -53,7 +53,7 @@ LANGUAGES = {
 # Translation, summaries.
 
 
-def translate(fields: Fields, source_language: str, target_language: str) -> list[Example]:
+def translate(fields: Fields, source_language: str, target_language: str) -> list[Texts]:
     """Return a translation; the languages are codes, and names of fields: 'en', 'zh-cn'."""
     fields = fields.get('translation', fields)  # the record of a data set on the Hugging Face hub
     source = LANGUAGES[source_language[:2]]
@@ -62,7 +62,7 @@ def translate(fields: Fields, source_language: str, target_language: str) -> lis
     return [{'inputs': inputs, 'targets': text_of(fields[target_language])}]
 
 
-def summarize(fields: Fields, article_key: str, summary_key: str) -> list[Example]:
+def summarize(fields: Fields, article_key: str, summary_key: str) -> list[Texts]:
     """Return an article and its summary."""
     inputs = f'summarize: {text_of(fields[article_key])}'
     return [{'inputs': inputs, 'targets': text_of(fields[summary_key])}]
@@ -73,7 +73,7 @@ def summarize(fields: Fields, article_key: str, summary_key: str) -> list[Exampl
 
 def glue(
     fields: Fields, benchmark_name: str, label_names: Sequence[str], feature_names: Sequence[str]
-) -> list[Example]:
+) -> list[Texts]:
     """Return 'NAME FEATURE: TEXT FEATURE: TEXT' and the name of the class."""
     texts = [f'{name}: {text_of(fields[name])}' for name in feature_names]
     example = {
@@ -94,7 +94,7 @@ def class_name(label: str | int, label_names: Sequence[str]) -> str:
     return label_names[index]
 
 
-def stsb(fields: Fields) -> list[Example]:
+def stsb(fields: Fields) -> list[Texts]:
     """Return two sentences and their similarity, rounded to 0.0, 0.2 ... 5.0 in float32."""
     first = text_of(fields['sentence1'])
     second = text_of(fields['sentence2'])
@@ -107,13 +107,13 @@ def stsb(fields: Fields) -> list[Example]:
     return [example]
 
 
-def axb(fields: Fields, label_names: Sequence[str]) -> list[Example]:
+def axb(fields: Fields, label_names: Sequence[str]) -> list[Texts]:
     """Return a record of SuperGLUE's diagnostics as one of RTE, under the names of RTE's fields."""
     renamed = {**fields, 'premise': fields['sentence1'], 'hypothesis': fields['sentence2']}
     return glue(renamed, 'rte', label_names, feature_names=('hypothesis', 'premise'))
 
 
-def multirc(fields: Fields) -> list[Example]:
+def multirc(fields: Fields) -> list[Texts]:
     """Return a question, one answer and a paragraph; whether the answer is right."""
     [example] = glue(
         fields,
@@ -129,7 +129,7 @@ def multirc(fields: Fields) -> list[Example]:
     return [example]
 
 
-def record(fields: Fields) -> list[Example]:
+def record(fields: Fields) -> list[Texts]:
     """Return an example for each answer to a query with a placeholder (ReCoRD)."""
     passage = text_of(fields['passage'])
     passage = re.sub(r'([.?!"\'])\n@highlight\n', r'\1 ', passage)
@@ -160,7 +160,7 @@ CORRECTIONS = {
 }
 
 
-def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
+def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Texts]:
     """Return a text with its pronoun marked, and the noun.
 
     That may be the wrong noun, for which `correct_referent_only` gives no example.
@@ -191,7 +191,7 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Example]:
     return [example]
 
 
-def definite_pronoun_resolution_simple(fields: Fields) -> list[Example]:
+def definite_pronoun_resolution_simple(fields: Fields) -> list[Texts]:
     """Return a sentence with the first of its pronouns marked, and the noun."""
     pronoun = re.escape(text_of(fields['pronoun']))
     marked = re.sub(rf' ({pronoun})( |\.|,)', r' *\1*\2', text_of(fields['sentence']), count=1)
@@ -199,7 +199,7 @@ def definite_pronoun_resolution_simple(fields: Fields) -> list[Example]:
     return [{'inputs': f'wsc: {marked}', 'targets': targets}]
 
 
-def wnli_simple(fields: Fields) -> list[Example]:
+def wnli_simple(fields: Fields) -> list[Texts]:
     """Return the first sentence with a pronoun marked, and what the second has in its place.
 
     Heuristics, which were written for the splits validation and test alone.
@@ -295,7 +295,7 @@ def pad_punctuation(text: str) -> str:
 
 def squad(
     fields: Fields, include_context: bool = True, pad: Callable[[str], str] = pad_punctuation
-) -> list[Example]:
+) -> list[Texts]:
     """Return a question with its context, and the first answer; all with padded punctuation."""
     answers = [pad(answer) for answer in texts_of(fields['answers']['text'])]
     question = pad(text_of(fields['question']))
@@ -314,7 +314,7 @@ def squad(
     return [example]
 
 
-def squad_span_space_tokenized(fields: Fields) -> list[Example]:
+def squad_span_space_tokenized(fields: Fields) -> list[Texts]:
     """Return what `squad` does, with the words of the answer's span as targets; no span, none.
 
     As in T5 an answer at the very end of the context is not found.
@@ -334,7 +334,7 @@ def words_of(text: str) -> list[str]:
     return re.sub(r'\W', ' ', text, flags=re.ASCII).split(' ')
 
 
-def trivia_qa(fields: Fields) -> list[Example]:
+def trivia_qa(fields: Fields) -> list[Texts]:
     """Return an example for each context and each alias of the answer that is in it."""
     contexts = []
     if 'entity_pages' in fields:
@@ -368,7 +368,7 @@ def is_found(alias: str, context: str) -> bool:
 # Closed-book question answering. Source: google-research, t5_closed_book_qa/t5_cbqa.
 
 
-def open_question(fields: Fields, prefix: str, answers_field: str) -> list[Example]:
+def open_question(fields: Fields, prefix: str, answers_field: str) -> list[Texts]:
     """Return a question and the first of its answers."""
     answers = texts_of(fields[answers_field])
     example = {
@@ -383,7 +383,7 @@ natural_questions_open = functools.partial(open_question, prefix='nq', answers_f
 web_questions_open = functools.partial(open_question, prefix='wq', answers_field='answers')
 
 
-def natural_questions_open_randanswer(fields: Fields) -> list[Example]:
+def natural_questions_open_randanswer(fields: Fields) -> list[Texts]:
     """Return a question and one of its answers.
 
     Differs from T5, which draws another one each time: this one is a hash of the question's.
@@ -394,7 +394,7 @@ def natural_questions_open_randanswer(fields: Fields) -> list[Example]:
     return [example]
 
 
-def trivia_qa_open(fields: Fields) -> list[Example]:
+def trivia_qa_open(fields: Fields) -> list[Texts]:
     """Return a question and the main form of its answer."""
     example = {
         'inputs': f'trivia_qa question: {text_of(fields["question"])}',
@@ -407,7 +407,7 @@ def trivia_qa_open(fields: Fields) -> list[Example]:
 YES_OR_NO = ('no', 'yes')
 
 
-def natural_questions_nocontext(fields: Fields) -> list[Example]:
+def natural_questions_nocontext(fields: Fields) -> list[Texts]:
     """Return a question and 'answer: A answer: B', the answers of all annotators; none, none."""
     annotations = fields['annotations']
     labels = [int(label) for label in annotations['yes_no_answer']]
@@ -430,7 +430,7 @@ def natural_questions_nocontext(fields: Fields) -> list[Example]:
     return [example]
 
 
-def mask_salient_spans(fields: Fields) -> list[Example]:
+def mask_salient_spans(fields: Fields) -> list[Texts]:
     """Return an example for each salient span, from byte `start` to `limit`: '_X_' in its place, and the span."""
     sentence = text_of(fields['text']).encode()
     examples = []
@@ -445,7 +445,7 @@ def mask_salient_spans(fields: Fields) -> list[Example]:
 # The documentation of this Python.
 
 
-def pydoc_summary(fields: Fields) -> list[Example]:
+def pydoc_summary(fields: Fields) -> list[Texts]:
     """Return the rest of a docstring as inputs, its summary as targets; none if either is short."""
     if len(fields['summary']) < MIN_CHARACTERS or len(fields['rest']) < MIN_CHARACTERS:
         return []

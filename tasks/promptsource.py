@@ -31,7 +31,7 @@ from messages import Refused
 from sources import NO_SPLIT
 from tasks import t0 as tasks_t0
 from tasks.mixtures import PreprocessFn, Task
-from tasks.preprocessors import Example, Fields
+from tasks.preprocessors import Fields, Texts
 
 SEPARATOR = '|||'  # between inputs and targets, and between choices
 PROTECTED = '\x00separator\x00'  # replaces a separator within a field
@@ -84,7 +84,7 @@ def tasks(
     return found
 
 
-def read_templates(file: str) -> Example:
+def read_templates(file: str) -> Texts:
     """Return what a file of templates holds."""
     return yaml.load(paths.disk_path(file).read_text(encoding='utf-8'), Loader=TemplateLoader)
 
@@ -153,17 +153,17 @@ class Template:
         except jinja2.TemplateError as error:
             raise Refused(f'{self.file}: template {self.name!r} cannot be used: {error}') from error
 
-    def examples(self, fields: Fields) -> list[Example]:
+    def examples(self, fields: Fields) -> list[Texts]:
         """Return the example of a record, none where the record does not fit."""
         texts = self.render(fields)
         if len(texts) != 2 or not texts[0]:
             return []
-        example: Example = {'inputs': texts[0], 'targets': texts[1] or NO_LABEL}
+        example: Texts = {'inputs': texts[0], 'targets': texts[1] or NO_LABEL}
         if self.choices_jinja is not None:
             example['answer_choices'] = self.choices(fields)
         return [example]
 
-    def choice_examples(self, fields: Fields) -> list[Example]:
+    def choice_examples(self, fields: Fields) -> list[Texts]:
         """Return an example for each choice of a record, to be ranked.
 
         Differs from T0, where 'idx' has the number of a record: here it is a hash of its fields.
@@ -177,7 +177,7 @@ class Template:
         return found
 
 
-def protected(fields: Fields) -> Example:
+def protected(fields: Fields) -> Texts:
     """Return fields whose names a template can write, and whose texts have no separator."""
     found = {name.replace('-', '_'): value for name, value in fields.items()}
     for name, value in found.items():
@@ -197,7 +197,7 @@ def hash_of(fields: Fields) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), 'big')
 
 
-def story_cloze(fields: Fields) -> Example:
+def story_cloze(fields: Fields) -> Texts:
     """Return the fields of the templates of a row of Story Cloze's CSV file."""
     found = {
         'story_id': fields['InputStoryid'],

@@ -16,7 +16,7 @@ import optimizer
 import state_names
 from configs import base
 from formats import write_hugging_face
-from formats.vocabulary import add_tokens, find_vocabulary
+from formats.vocabulary import add_tokens, find_vocabulary, names_of
 from messages import Refused
 from modes import convert
 from prepare import make_spec, restore, wanted
@@ -37,7 +37,7 @@ def test_tokens_follow_the_ids_of_the_vocabulary(tmp_path):
     for entries in (('<sep>', str(tmp_path / 'tokens.txt')), ('<sep>', *TOKENS)):
         found = add_tokens(GOOD, (*entries, piece))
         assert found.added_tokens == {**{t: 172 + i for i, t in enumerate(TOKENS)}, piece: 20}
-        assert found.size == 175 and found.names[:172] == GOOD.names
+        assert found.size == 175 and names_of(found)[:172] == names_of(GOOD)
         assert found.sentinel_ids.tolist() == GOOD.sentinel_ids.tolist()
         before, after = GOOD.encode(['es st', 'te'])
         assert found.encode(['es st<sep>te', 'es st [CLS]']) == [
@@ -184,7 +184,7 @@ def logits_of(config, arrays, vocab_size):
 def test_logits_of_old_ids_are_the_same(tmp_path, corpus, tied):
     config, arrays = folder_and_config(tmp_path, corpus, logits_via_embedding=tied)
     spec = make_spec(config)
-    begin = choose_initial(config, wanted(spec))
+    begin = choose_initial(wanted(spec), config.restore, config.data)
     names = ['target/token_embedder/embedding']
     if not tied:
         names.insert(0, 'target/decoder/logits_dense/kernel')
@@ -204,7 +204,7 @@ def test_a_run_of_adapters_keeps_its_tokens(tmp_path, corpus):
     config.model.lora_rank = 2
     config.optimizer.multiply_by_parameter_scale = False
     with pytest.raises(Refused) as error:  # names what to train
-        choose_initial(config, wanted(make_spec(config)))
+        choose_initial(wanted(make_spec(config)), config.restore, config.data)
     pattern = str(error.value).partition('optimizer.trainable=')[2].strip("'")
     config.optimizer.trainable = pattern
     config.train.steps = 2

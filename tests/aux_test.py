@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from forms import first_in_ci
 from runs import assert_same_run, metrics_of, run, small_config, stop_after
-from small_models import assert_close, make_mesh, random_batch, run_config
+from small_models import as_one_device, assert_close, make_mesh, random_batch, run_config
 
 import infer
 import model
@@ -92,7 +92,7 @@ def activity_by_hand(config, params, batch):
         return list(found)
 
     specs = (model.param_specs(config), partition.BATCH)
-    mlps = partition.one_device(outputs, specs)(params, batch)
+    mlps = as_one_device(outputs, specs)(params, batch)
     return np.mean([np.square(np.float64(y_bTD)).mean(axis=(1, 2)) for y_bTD in mlps], axis=0)
 
 

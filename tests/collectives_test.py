@@ -29,10 +29,10 @@ FILES = [
 FILES += sorted(f'families/{file.name}' for file in ROOT.glob('families/*.py'))
 COLLECTIVES = {'psum', 'pmax', 'pmin', 'pcast', 'all_gather', 'psum_scatter', 'all_to_all'}
 COLLECTIVES |= {'ppermute', 'pvary', 'pmean', 'reduce_scatter', 'pshuffle', 'pbroadcast'}
-COUNT = re.compile(r'1|n|len\(\w+\)|\w+\.size|\w+\.shape\[-?\d\]')  # sums of the same number
+COUNT = re.compile(r'1|n|size|len\(\w+\)|\w+\.size|\w+\.shape\[-?\d\]')  # sums of the same number
 # What tracing accepts, and the test whose numbers show it.
 NUMBERS = [
-    ('partition.py', 'lax.pmax(own_max, axis)', 'decode_test.py::test_the_lowest_id_wins_among_equals'),
+    ('loss.py', "lax.pmax(x.max(axis=-1), 'model')", 'decode_test.py::test_the_lowest_id_wins_among_equals'),
     ('decode.py', "lax.pmax(probs_rv.max(axis=1, keepdims=True), 'model')", 'decode_test.py::test_what_is_kept_of_a_split_vocabulary'),
     ('families/switch.py', 'partition.psum(confidence, partition.BATCH_AXES)', 'families/switch_test.py::test_the_routers_confidence_is_that_of_all_tokens'),
     ('families/switch.py', "lax.pcast(x_bTD, 'model', to='varying')", 'families/switch_test.py::test_gates_share_a_sum_of_gradients'),
@@ -94,11 +94,9 @@ def programs(file):
     import functools
 
     import numpy as np
-    from jax.sharding import PartitionSpec as P
     from ml_collections import FrozenConfigDict
     from small_models import random_batch, random_params, run_config, sharded
 
-    import partition
     import prepare
     import train
     import validation
@@ -137,8 +135,6 @@ def programs(file):
                 spec.mesh,
             )
             yield functools.partial(f.lower, params, asked)
-    whole = partition.one_device(lambda x: x, P('model'))  # its output is what one device has
-    yield functools.partial(whole.lower, np.ones(2))
 
 
 def how_tracing_ends(name):

@@ -94,7 +94,7 @@ REFUSED = [
     *[({'lengths.inputs': n}, f'data.lengths.inputs={n}') for n in (1, 2)],
     *[({'lengths.targets': n}, f'data.lengths.targets={n}') for n in (1, 13)],
     ({'lengths.inputs': 2048, 'lengths.targets': 456}, 'data.lengths.inputs=2048'),
-    ({'noise_density': 1 - 1e-12, 'mean_noise_span_length': 2.0**20}, 'data.noise_density'),
+    ({'noise_density': 1 - 1e-12, 'mean_noise_span_length': 2.0**20}, 'data.lengths.targets'),
     ({'extra_ids': 0}, 'data.extra_ids=0'),
     ({'extra_ids': 2}, 'data.lengths.inputs=64'),
     ({'vocabulary': 'bytes', 'lengths.inputs': 4096, 'lengths.targets': 1000}, 'sentinels'),
@@ -492,7 +492,7 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
 def test_a_record_in_no_file_is_named(pydoc, vocabulary):
     stream = stream_of(pydoc, 'train', vocabulary, make_config(), 2, 0)
     with pytest.raises(Refused, match='json.decoder: no weight'):
-        stream.tasks[0].opened.add_bad('json.decoder', 'no weight')
+        stream.tasks[0].source.bad_lines.add_record('json.decoder', 'no weight')
 
 
 # Task caches.

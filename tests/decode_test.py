@@ -27,6 +27,7 @@ from small_models import (
 )
 
 import decode
+import loss
 import model
 import partition
 import vocabulary as vocabularies
@@ -353,7 +354,7 @@ def test_top_k_over_a_split_dimension_is_top_k(size):
     rng = np.random.default_rng(size)
     x = rng.integers(0, 40, (4, size * 4)).astype(np.float32)
     expected = jax.lax.top_k(x, 5)
-    top_k = lambda x: partition.top_k(x, 5, 'model')  # noqa: E731
+    top_k = lambda x: decode.top_k(x, 5)  # noqa: E731
     spec = P('data', 'model')
     f = jax.shard_map(top_k, mesh=make_mesh(2, 4), in_specs=spec, out_specs=partition.BATCH)
     for found, values in zip(jax.jit(f)(x), expected, strict=True):
@@ -371,8 +372,7 @@ def test_the_lowest_id_wins_among_equals():
     logits[0, [3, 9]] = logits[1, [9, 15]] = logits[2, 12] = 1.0
     mesh = make_mesh(2, 4)
     specs = P('data', 'model')
-    argmax = lambda logits_bv: partition.argmax(logits_bv, 'model')  # noqa: E731
-    f = jax.shard_map(argmax, mesh=mesh, in_specs=specs, out_specs=partition.BATCH)
+    f = jax.shard_map(loss.argmax, mesh=mesh, in_specs=specs, out_specs=partition.BATCH)
     np.testing.assert_array_equal(jax.jit(f)(logits), [3, 9, 12, 0])
 
 

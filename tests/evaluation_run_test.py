@@ -19,6 +19,7 @@ from modes import evaluate as evaluate_mode
 from prepare import prepare
 from run import results, workdir
 from run import task_metrics as infer_eval
+from run.console import Console
 from tasks import metrics
 
 GOLDEN = ROOT / 'tests' / 'golden' / 't5x_t5_1_1_tiny' / 'checkpoint_6'
@@ -361,8 +362,9 @@ def test_a_limit_leaves_no_input_without_some_of_its_choices(evaluated, compiled
     numbers = {}
     for limit in (0, 1, 2, 3, 4, 5):  # the inputs have 1, 2, 3, 1, ... choices
         config.infer_eval.num_examples = limit
-        opened = infer_eval.open_tasks(config, 'validation')
-        found = infer_eval.read_tasks(config, 'validation', compiled.vocabulary, opened, print)
+        groups = (config.data, config.infer_eval, config.decode)
+        opened = infer_eval.open_tasks(*groups)
+        found = infer_eval.read_tasks(Console(), opened, compiled.vocabulary, *groups)
         numbers[limit] = [example.fields['idx'] for example in found[0].examples]
     complete = numbers[0]
     for limit in (1, 2, 3, 4, 5):

@@ -417,7 +417,7 @@ def test_settings_and_a_file_of_filters(tmp_path, monkeypatch):
     decoding = decoding_of(config, BYTES, BYTES.size)
     assert (len(decoding.filters), decoding.stop) == (1, ('.',))
     answers = infer.answer_batch(
-        of_bytes(), decoding, [infer.Example([5 + i, 1]) for i in range(9)]
+        of_bytes(), decoding, [infer.Question([5 + i, 1]) for i in range(9)]
     )
     text = ''.join(answer.texts[0] for answer in answers)
     assert text and not any(c in '0123456789.' for c in text)

@@ -25,8 +25,9 @@ LAYERS = (
     {'run.buckets', 'configs.setting'},
     {'paths', 'answers.options'},
     {'partition', 'user_code', 'configs'},
-    {'decode', 'family'},
-    {'model', 'loss', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
+    {'loss', 'family'},
+    {'decode'},
+    {'model', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
     {'stream', 'answers'},
     {'tasks', 'formats'},
@@ -40,27 +41,27 @@ LAYERS = (
 )
 # The core in reading order, and how many lines each file may have.
 CORE = {
-    'main': 90,
-    'train': 250,
-    'loop': 355,
+    'main': 77,
+    'train': 235,
+    'loop': 299,
     'model': 870,
     'family': 88,
-    'kernels': 300,
-    'loss': 140,
-    'optimizer': 240,
-    'partition': 300,
-    'prepare': 410,
-    'data': 486,
-    'stream': 510,
-    'vocabulary': 225,
-    'validation': 276,
-    'checkpoint': 590,
-    'decode': 420,
-    'infer': 421,
+    'kernels': 260,
+    'loss': 160,
+    'optimizer': 226,
+    'partition': 198,
+    'prepare': 333,
+    'data': 455,
+    'stream': 458,
+    'vocabulary': 205,
+    'validation': 271,
+    'checkpoint': 536,
+    'decode': 425,
+    'infer': 414,
     'messages': 50,
-    'paths': 270,
+    'paths': 235,
     'randomness': 60,
-    'state_names': 125,
+    'state_names': 103,
     'user_code': 60,
 }
 # Through which files the core opens a package. All may read the settings and their ranges.
@@ -169,7 +170,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7760, 7800), ('infer', 20, 4510, 7800), ('model', 6, 2045, 2045)],
+    [('loop', 34, 7760, 7800), ('infer', 20, 4510, 7800), ('model', 7, 2045, 2045)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forms import first_quick
-from small_models import ONE_GOLDEN_MODEL, assert_close, assert_refused, golden_batch, make_mesh
+from small_models import (
+    ONE_GOLDEN_MODEL,
+    as_one_device,
+    assert_close,
+    assert_refused,
+    golden_batch,
+    make_mesh,
+)
 
 import checkpoint
 import decode
@@ -169,7 +176,7 @@ def test_an_answer_continues_after_padding(t5, monkeypatch):
     rows = np.array([[[5, 0, 6, 1, 0, 0]], [[7, 8, 0, 0, 0, 0]]], np.int32)
     decoding = infer.Decoding(max_length=6)
     monkeypatch.setattr(t5, '_compute', lambda *arguments: (rows, None))
-    answers = infer.answer_batch(t5, decoding, [infer.Example([5]), infer.Example([5])])
+    answers = infer.answer_batch(t5, decoding, [infer.Question([5]), infer.Question([5])])
     assert [answer.tokens for answer in answers] == [[[5, 0, 6, 1]], [[7, 8]]]
 
 
@@ -181,7 +188,7 @@ def test_prompts_scores_and_lengths(untrained):
     assert t5.generate(inputs, max_length=7) == [answer[:7] for answer in answers]
     assert t5.generate(inputs[1:], max_length=12) == answers[1:]  # the neighbour changes nothing
     decoding = infer.Decoding(max_length=7)
-    [without_scores] = infer.answer_batch(t5, decoding, [infer.Example(inputs[0])])
+    [without_scores] = infer.answer_batch(t5, decoding, [infer.Question(inputs[0])])
     assert without_scores.tokens == [answers[0][:7]]
     assert without_scores.scores == []
     prompts = [answers[0][:3], [*answers[1][:4], 77]]
@@ -389,7 +396,7 @@ def encoder_outputs(t5, ids):
         patch.setattr(
             model.Decoder, '__call__', lambda self, x, encoded_bMD, **_: (encoded_bMD, (), {})
         )
-        return np.asarray(partition.one_device(f, specs)(t5.arrays, jnp.asarray(ids)))
+        return np.asarray(as_one_device(f, specs)(t5.arrays, jnp.asarray(ids)))
 
 
 @pytest.mark.parametrize(
@@ -570,7 +577,7 @@ def random_examples(num_examples, max_length, seed=0):
     examples = []
     for i in range(num_examples):
         inputs, targets = (rng.integers(3, 256, rng.integers(1, max_length)) for _ in range(2))
-        examples.append(infer.Example([*inputs, 1], [*targets, 1], number=i))
+        examples.append(infer.Question([*inputs, 1], [*targets, 1], number=i))
     return examples
 
 

@@ -94,7 +94,7 @@ class Loop:
         lines = []
         if (self.folder / 'metrics.jsonl').exists():
             lines = best.read_metrics(self.folder)
-        metrics = Metrics(self.folder, lines, opened.corpus)
+        metrics = Metrics(self.folder, lines, opened.corpus, config.save)
         saver = checkpoint.Saver(self.folder)
         held = lock(self.folder / 'lock', 'the run', 'wait')
         self.batches = []
@@ -102,7 +102,9 @@ class Loop:
         if end is None:
             train_step = functools.partial(take, losses=losses, seen=self.batches)
         run = loop.Run(
-            config=config,
+            train=config.train,
+            log_every_steps=config.log.every_steps,
+            save_every_steps=config.save.every_steps,
             workdir=Workdir(self.folder, held, metrics, saver, files={}),
             console=Console(),
             stream=stream,
@@ -127,8 +129,7 @@ def state_of_step(step):
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    monkeypatch.setattr(train.StepSpec, 'unsaved', frozenset())
+def make(tmp_path):
     return functools.partial(Loop, tmp_path / 'run')
 
 

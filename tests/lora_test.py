@@ -147,7 +147,7 @@ def test_a_base_that_cannot_be(corpus, uninterrupted):
         config = lora_config(corpus, uninterrupted)
         config.restore.update(settings)
         spec = make_spec(config)
-        assert_refused(lambda c=config, s=spec: choose_initial(c, wanted(s)), name)
+        assert_refused(lambda c=config, s=spec: choose_initial(wanted(s), c.restore, c.data), name)
 
 
 # Runs.
@@ -232,7 +232,7 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
     config = small_config(corpus)
     config.restore.path = str(lora)
     spec = make_spec(config)
-    begin = choose_initial(config, wanted(spec))
+    begin = choose_initial(wanted(spec), config.restore, config.data)
     state = restore(spec, begin.leaves, config.restore.dtype)
     chex.assert_trees_all_equal(state.params, dict(merged.arrays))
     assert begin.description == f'From step 0 of {lora}/checkpoint_6, without any optimizer state'
@@ -242,7 +242,9 @@ def test_a_run_may_start_from_adapters(merged, lora, corpus):
 @pytest.mark.slow
 def test_adapters_are_no_base(corpus, lora):
     config = lora_config(corpus, lora)
-    assert_refused(lambda: choose_initial(config, wanted(make_spec(config))), str(lora))
+    assert_refused(
+        lambda: choose_initial(wanted(make_spec(config)), config.restore, config.data), str(lora)
+    )
 
 
 @pytest.fixture

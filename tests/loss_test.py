@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from small_models import as_one_device
 
 import loss
 from messages import Refused
-from partition import BATCH, BATCH_AXES, one_device
+from partition import BATCH, BATCH_AXES
 
 LOGITS = P(BATCH_AXES, None, 'model')
 
@@ -32,7 +33,7 @@ def test_cross_entropy(z_loss, label_smoothing):
     logits = rng.normal(size=(3, 5, 64), scale=5).astype(np.float32)
     targets = rng.integers(0, 64, (3, 5))
     cross_entropy = lambda x, t: loss.cross_entropy(x, t, z_loss, label_smoothing)  # noqa: E731
-    found = one_device(cross_entropy, (LOGITS, BATCH))(logits, targets)
+    found = as_one_device(cross_entropy, (LOGITS, BATCH))(logits, targets)
     expected = numpy_cross_entropy(logits, targets, z_loss, label_smoothing)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
@@ -49,7 +50,7 @@ def test_gradient_is_the_one_T5X_writes_by_hand():
     log_z = np.log(np.exp(logits).sum(-1, keepdims=True))
     soft = np.where(np.arange(16) == targets[..., None], 1 - smoothing, smoothing / 15)
     expected = (1 + 2 * z_loss * log_z) * np.exp(logits - log_z) - soft
-    found = one_device(gradient, (LOGITS, BATCH))(logits, targets)
+    found = as_one_device(gradient, (LOGITS, BATCH))(logits, targets)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -64,7 +65,7 @@ def test_the_examples_of_packed_rows():
 
 def weights_and_divisor(batch, name):
     factor = loss.parse_normalizing_factor(name)
-    return one_device(lambda b: loss.weights_and_divisor(b, factor), BATCH)(batch)
+    return as_one_device(lambda b: loss.weights_and_divisor(b, factor), BATCH)(batch)
 
 
 def test_normalizing_factors():
@@ -105,6 +106,7 @@ def test_an_unknown_normalizing_factor_is_refused(value):
 
 
 def test_the_lowest_of_equal_logits_counts():
-    logits = jnp.array([[[0.0, 3.0, 3.0], [1.0, 1.0, 0.0]]])
-    found = one_device(loss.is_correct, (LOGITS, BATCH))(logits, np.array([[2, 0]], np.int32))
-    np.testing.assert_array_equal(found, [[False, True]])
+    logits = np.random.default_rng(0).integers(0, 40, (2, 3, 1000)).astype(np.float32)
+    found = as_one_device(loss.argmax, (LOGITS,))(logits)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, logits.argmax(axis=-1))

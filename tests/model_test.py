@@ -17,7 +17,14 @@ import pytest
 from forms import slow
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from small_models import random_batch, random_params, run_config, t5_config, with_parts
+from small_models import (
+    as_one_device,
+    random_batch,
+    random_params,
+    run_config,
+    t5_config,
+    with_parts,
+)
 
 import model
 import partition
@@ -45,7 +52,7 @@ def apply_logits(config):
         return model.apply(model.logits, params, config, batch, rows, key=key)[0]
 
     specs = (model.param_specs(config), partition.BATCH, P(), partition.BATCH)
-    on_one = partition.one_device(f, specs)
+    on_one = as_one_device(f, specs)
     return lambda params, batch, key=None, rows=None: on_one(params, batch, key, rows)
 
 
@@ -105,7 +112,7 @@ def test_causality_by_gradients(tiny):
 
     length = batch['decoder_input_tokens'].shape[1]
     specs = (P(), model.param_specs(config), partition.BATCH)
-    jacobian = partition.one_device(jax.jacobian(logit_sums), specs)(
+    jacobian = as_one_device(jax.jacobian(logit_sums), specs)(
         jnp.zeros([1, length, config.emb_dim]), params, batch
     )
     depends = np.abs(np.asarray(jacobian)).max((1, 3)) > 0  # [logits at, input at]
@@ -245,7 +252,7 @@ def saved_bytes(remat):
         return jax.vjp(loss, params)[1]
 
     specs = (model.param_specs(config), partition.BATCH, P())
-    on_one = partition.one_device(backward, specs)
+    on_one = as_one_device(backward, specs)
     kept = jax.eval_shape(on_one, random_params(config), batch, jax.random.key(0))
     return sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(kept))
 
@@ -496,7 +503,7 @@ BAD_OUTPUTS = {
     ),
     'an aux that differs': (
         lambda self, x, y, aux: (y, {'size': x[:, 0, 0] + lax.axis_index('model')}),
-        "encoder/layers_0: its aux 'size', [b], differs between the devices of 'model'",
+        "layers: its aux 'size' differs between the devices of 'model'",
     ),
 }
 

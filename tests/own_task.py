@@ -52,8 +52,8 @@ class Shuffled:
     records_per_group = 4
     num_sentinels = 0
 
-    def __init__(self, config, vocabulary):
-        self.lengths = config.lengths
+    def __init__(self, data_group, vocabulary):
+        self.lengths = data_group.lengths
 
     def examples(self, names, records, *key):
         for i, name in enumerate(names):

@@ -25,7 +25,8 @@ def test_periods_that_fit_together(corpus):
     config = small_config(corpus)
     config.save.update(best_metric='training_eval/span_corruption/loss', best_is='lower')
     for config.save.every_steps, config.eval.every_steps in ((3, 3), (3, 1), (2, 6)):
-        best.check_settings(config)
+        periods = {'eval': config.eval.every_steps, 'infer_eval': 0}
+        best.check_settings(config.save, early_stopping=0, periods=periods)
 
 
 def test_a_run_does_not_go_on_with_other_settings(corpus, uninterrupted):

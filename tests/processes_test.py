@@ -31,7 +31,6 @@ import checkpoint
 import data
 import infer
 import loop
-import partition
 import state_names
 from messages import Refused
 from modes import evaluate as evaluate_mode
@@ -189,7 +188,7 @@ def test_two_processes_leave_the_files_of_one(tmp_path, monkeypatch, capsys):
 
 def test_processes_that_read_other_examples_are_refused(monkeypatch):
     digests = np.array([[1, 2], [1, 3]], 'uint8')
-    monkeypatch.setattr(partition, 'from_processes', lambda digest: digests)
+    monkeypatch.setattr('run.agreement.from_processes', lambda digest: digests)
     with pytest.raises(Refused, match='the examples of qa'):
         check_alike('the examples of qa', b'12')
 

@@ -14,7 +14,6 @@ import pytest
 from command_line import ROOT
 from permissions import another_user
 
-import main
 import modes
 from configs import base
 from configs import check as settings
@@ -343,7 +342,7 @@ def run(words):
     config = parser.parse(['main.py', *words])
     if flags.mode == 'train':
         processes.join(*[getattr(flags, name) for name in processes.FLAGS])
-    importlib.import_module(main.MODES[flags.mode], modes.__name__).main(config, flags, Signals())
+    importlib.import_module(f'.{flags.mode}', modes.__name__).main(config, flags, Signals())
 
 
 @pytest.fixture(scope='module')

@@ -46,7 +46,7 @@ def tiny_config(path, corpus, steps=8, vocabulary='bytes', **restore):
 def start(config):
     """The state with which a run begins, as a checkpoint would have it, and what the run says of it."""
     spec = make_spec(config)
-    begin = choose_initial(config, wanted(spec))
+    begin = choose_initial(wanted(spec), config.restore, config.data)
     state = restore(spec, begin.leaves, config.restore.dtype)
     return jax.device_get(state_names.to_t5x(*state)), begin.description
 
@@ -221,7 +221,7 @@ def test_a_copy_without_some_arrays(corpus, tmp_path, lost, remedy):
         shutil.rmtree(folder)
     config = tiny_config(copied, corpus)
     with pytest.raises(Refused, match=remedy):
-        choose_initial(config, wanted(make_spec(config)))
+        choose_initial(wanted(make_spec(config)), config.restore, config.data)
     if lost.startswith('state'):
         config.restore.only = 'target/.*'
         assert 'without any optimizer state' in start(config)[1]
@@ -233,7 +233,7 @@ def test_another_number_of_sentinels_is_refused(corpus, uninterrupted):
     config.data.extra_ids = recorded + 1
     for config.data.vocabulary in ('', str(uninterrupted / 'vocabulary.model')):
         with pytest.raises(Refused, match=rf'data\.extra_ids={recorded}$'):
-            choose_initial(config, wanted(make_spec(config)))
+            choose_initial(wanted(make_spec(config)), config.restore, config.data)
 
 
 def test_another_divisor_of_the_loss_needs_a_new_optimizer_state(corpus, uninterrupted):
@@ -244,7 +244,7 @@ def test_another_divisor_of_the_loss_needs_a_new_optimizer_state(corpus, uninter
     config.loss.loss_normalizing_factor = '16384'
 
     def description():
-        return choose_initial(config, wanted(make_spec(config))).description
+        return choose_initial(wanted(make_spec(config)), config.restore, config.data).description
 
     with pytest.raises(Refused, match='loss.loss_normalizing_factor'):
         description()
@@ -295,10 +295,10 @@ def test_another_vocabulary_than_the_checkpoints(corpus, tmp_path):
             name = str(tmp_path / 'new.model')
         config = tiny_config(folder, corpus, vocabulary=name, only=only)
         if is_allowed:
-            choose_initial(config, of_run)
+            choose_initial(of_run, config.restore, config.data)
             continue
         with pytest.raises(Refused, match='^data.vocabulary=') as error:
-            choose_initial(config, of_run)
+            choose_initial(of_run, config.restore, config.data)
         assert repr(name) in str(error.value) and str(folder) in str(error.value), kind
 
 
@@ -315,10 +315,10 @@ def test_a_run_on_bytes_and_another_vocabulary(corpus, evaluated):
         config.data.update(changes)
         of_run = wanted(make_spec(config))
         if is_allowed:
-            choose_initial(config, of_run)
+            choose_initial(of_run, config.restore, config.data)
             continue
         with pytest.raises(Refused, match='data.vocabulary=.*data.extra_ids=100'):
-            choose_initial(config, of_run)
+            choose_initial(of_run, config.restore, config.data)
 
 
 def test_a_vocabulary_that_is_damaged(corpus, tmp_path):
@@ -330,12 +330,12 @@ def test_a_vocabulary_that_is_damaged(corpus, tmp_path):
     for content in (b'', b'damaged'):
         damaged.write_bytes(content)
         with pytest.raises(Refused, match='hf/spiece.model'):
-            choose_initial(config, of_run)
+            choose_initial(of_run, config.restore, config.data)
     damaged.unlink()
     with pytest.raises(Refused, match='data.vocabulary'):
-        choose_initial(config, of_run)
+        choose_initial(of_run, config.restore, config.data)
     config.data.vocabulary = 'bytes'
-    choose_initial(config, of_run)
+    choose_initial(of_run, config.restore, config.data)
 
 
 @pytest.mark.slow

@@ -275,6 +275,16 @@ def sharded(f, config, mesh, out_specs=partition.BATCH):
     return jax.jit(on_mesh)
 
 
+def as_one_device(f, in_specs):
+    """partition.one_device of a function whose outputs a mesh would split: they are what the one device has."""
+
+    def alike(x):  # pmax only tells JAX's checker
+        axes = partition.varying(x)
+        return jax.lax.pmax(x, tuple(sorted(axes))) if axes else x
+
+    return partition.one_device(lambda *xs: jax.tree.map(alike, f(*xs)), in_specs)
+
+
 @functools.cache
 def stepwise_logits(config, mesh):
     """(params, inputs_bM, tokens_bT) -> logits_bTv of decoding one forced token after the other."""
@@ -369,7 +379,7 @@ def check_answers(t5, is_long=True):
     batch = random_batch(seed=0)
     inputs = [[int(i) for i in row if i > 0] for row in batch['encoder_input_tokens']]
     decoding = infer.Decoding(max_length=16, return_scores=True)
-    answers = list(infer.answer_batch(t5, decoding, [infer.Example(ids) for ids in inputs]))
+    answers = list(infer.answer_batch(t5, decoding, [infer.Question(ids) for ids in inputs]))
     answers_bT = np.zeros((len(inputs), 16), np.int32)
     for i, answer in enumerate(answers):
         answers_bT[i, : len(answer.tokens[0])] = answer.tokens[0]

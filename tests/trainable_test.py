@@ -150,7 +150,7 @@ def test_of_a_checkpoint_of_T5X_the_matching_slots_are_taken(corpus):
     config.restore.path = str(T5X)
     config.optimizer.trainable = FROZEN_ENCODER
     spec = make_spec(config)
-    begin = choose_initial(config, wanted(spec))
+    begin = choose_initial(wanted(spec), config.restore, config.data)
     state = restore(spec, begin.leaves, config.restore.dtype)
     found = jax.device_get(state_names.to_t5x(*state))
     expected = checkpoint.restore(T5X)

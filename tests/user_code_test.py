@@ -9,7 +9,7 @@ import tasks
 import user_code
 from messages import Refused
 from run import task_metrics
-from run.examples import Example
+from run.examples import RecordExample
 
 
 def load(folder, text):
@@ -50,7 +50,7 @@ def evaluated(metric_fns):
     """The metrics of a task of three examples, whose answers are their targets."""
     one = np.ones(1)
     fields = [{'inputs': 'x', 'targets': text} for text in 'cab']
-    examples = [Example(x, one, one, is_trimmed=False) for x in fields]
+    examples = [RecordExample(x, one, one, is_trimmed=False) for x in fields]
     task = tasks.Task('own', files='x', metric_fns=metric_fns)
     of_test = task_metrics.EvaluatedTask(task, 'own', 'test', examples, None, None, settings='')
     return task_metrics.compute_metrics(of_test, answers=list('cab'), scores=None)

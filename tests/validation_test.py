@@ -8,7 +8,6 @@ from runs import ROOT, metrics_of, run, small_config, state_of, stop_after
 
 import infer
 import loss
-import partition
 import sources.open
 import train
 import validation
@@ -124,7 +123,7 @@ def weighted_sums_with_entropy(*arguments, **options):
 def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
     monkeypatch.setattr(validation, 'sum_names', validation.sum_names.__wrapped__)
-    assert 'entropy' in task_metrics.validation_tags(base.get_config())
+    assert 'entropy' in task_metrics.validation_tags(base.get_config().data)
 
 
 @pytest.mark.slow
@@ -151,7 +150,7 @@ def test_a_sum_that_a_fork_adds(corpus, tmp_path, monkeypatch, fresh_programs, c
     )
 
 
-def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, monkeypatch):
+def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path):
     """Of a validation split of two lines, while another process has three batches more."""
     file = tmp_path / 'dev.txt'
     file.write_text('one line of text\nanother line of text\n')
@@ -159,15 +158,17 @@ def test_a_process_whose_rows_have_nothing_pads_all_batches(corpus, tmp_path, mo
     config.data.update(validation_files=str(file), vocabulary='bytes')
     vocabulary = find_or_train_vocabulary(config.data, tmp_path, None, 384)
     source = sources.open.open_source(config.data)
-    monkeypatch.setattr(partition, 'in_all', lambda read: read())
-    monkeypatch.setattr(partition, 'from_processes', lambda x: np.stack([x, x + 3]))
+    gather = lambda read: read() + np.array([0, 3])  # noqa: E731
     num_weights = []
     for rows in (range(0, 32), range(32, 64)):
         stream = stream_of(
             source, 'validation', vocabulary, config.data, 64, seed=0, rows=rows, num_epochs=1
         )
+        absent = dict.fromkeys(
+            ('mesh', 'is_text', 'compute_sums', 'training_counts', 'metrics_of', 'report')
+        )
         evaluation = validation.Evaluation(
-            config, None, 'dev', '', stream, 0, (), None, None, print
+            'dev', '', every_steps=1, max_batches=20, held_out=stream, gather=gather, **absent
         )
         assert evaluation.read_batches(stop=lambda count: 0)
         assert len(evaluation.batches) >= 3

@@ -10,6 +10,7 @@ import pytest
 import sacrebleu
 from corpora import HUNT, make_config
 from runs import small_config
+from small_models import as_one_device
 
 import data
 import loop
@@ -139,7 +140,7 @@ def test_a_wrong_weight_is_a_bad_record(tmp_path):
 
 def test_a_batch_of_weight_0_has_loss_0():
     batch = {'decoder_loss_weights': np.zeros([2, 4], np.float32)}
-    _, divisor = partition.one_device(
+    _, divisor = as_one_device(
         lambda batch: loss.weights_and_divisor(batch, 'NUM_REAL_TARGET_TOKENS'), partition.BATCH
     )(batch)
     assert divisor == 1

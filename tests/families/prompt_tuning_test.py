@@ -45,7 +45,9 @@ def test_a_prompt_needs_a_base(corpus):
     spec = make_spec(config)
     assert spec.trained == ('prompt/embedding',)
     assert spec.state_shapes.params['prompt/embedding'].shape == (3, 16)
-    assert_refused(lambda: choose_initial(config, wanted(spec)), "restore.path=''")
+    assert_refused(
+        lambda: choose_initial(wanted(spec), config.restore, config.data), "restore.path=''"
+    )
     config.model.lora_rank = 2
     trained = make_spec(config).trained
     assert 'prompt/embedding' in trained and len(trained) == 1 + 2 * 2 * 3
@@ -57,7 +59,7 @@ def test_a_prompt_needs_a_base(corpus):
 def initial_prompt(corpus, base, **options):
     config = prompt_config(corpus, base)
     config.model.options.update(length=6, **options)
-    start = choose_initial(config, wanted(make_spec(config)))
+    start = choose_initial(wanted(make_spec(config)), config.restore, config.data)
     assert start.base['directory'].startswith(str(base))
     return start.leaves['target/prompt/embedding']
 
@@ -112,7 +114,9 @@ def test_a_checkpoint_has_the_prompt_alone(corpus, uninterrupted, prompted, tmp_
     assert_refused(lambda: prepare(small_config(corpus), prompted), "'prompt_tuning'")
     config = prompt_config(corpus, prompted)
     spec = make_spec(config)
-    assert_refused(lambda: choose_initial(config, wanted(spec)), 'prompt/embedding')
+    assert_refused(
+        lambda: choose_initial(wanted(spec), config.restore, config.data), 'prompt/embedding'
+    )
 
 
 @pytest.mark.slow
@@ -144,7 +148,7 @@ def test_a_prompt_is_merged_into_its_base(uninterrupted, prompted, tmp_path):
     beams = t5.generate(inputs, max_length=8, beam_size=3, num_return=2)
     assert on_mesh.generate(inputs, max_length=8, beam_size=3, num_return=2) == beams
     scores = t5.score([inputs[0]] * 2, beams[0])
-    [of_choices] = infer.score_batch(t5, [infer.Example(inputs[0], beams[0])])
+    [of_choices] = infer.score_batch(t5, [infer.Question(inputs[0], beams[0])])
     assert_close(of_choices, scores, 1e-5)
     # An encoder alone, and a conversion.
     assert_close(infer.load(prompted, part='encoder').encode(inputs)[0], encoded, 1e-6)

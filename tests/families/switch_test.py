@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forms import first_in_ci, first_quick
 from small_models import (
+    as_one_device,
     assert_close,
     check_same_folder,
     check_scores_and_answers,
@@ -102,7 +103,7 @@ def compute(config, params, batch, rows=None):
         return logits, aux, dict(routed)
 
     specs = (model.param_specs(config), partition.BATCH)
-    return jax.device_get(partition.one_device(f, specs)(params, batch))
+    return jax.device_get(as_one_device(f, specs)(params, batch))
 
 
 @pytest.mark.parametrize('case', first_quick(CASES))

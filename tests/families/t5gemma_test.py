@@ -15,12 +15,14 @@ import optax
 import pytest
 import safetensors.numpy
 from forms import first_in_ci, first_quick
+from jax.sharding import PartitionSpec as P
 from small_models import (
     assert_close,
     make_mesh,
     random_batch,
     random_params,
     run_config,
+    sharded,
     stepwise_logits,
 )
 
@@ -140,9 +142,9 @@ def test_packed_rows(name):
     def encode(params, inputs_bM, segments_bM):
         return model.apply(model.encode, params, t5.config, inputs_bM, segments_bM)[0]
 
-    specs = (model.param_specs(t5.config), partition.BATCH, partition.BATCH)
     segments = batch['encoder_segment_ids']
-    found = partition.one_device(encode, specs)(t5.arrays, batch['encoder_input_tokens'], segments)
+    encode = sharded(encode, t5.config, t5.mesh)
+    found = encode(t5.arrays, batch['encoder_input_tokens'], segments)
     assert_near(found * (segments > 0)[..., None], arrays['packed/encoded'], ENCODED)
 
 
@@ -633,9 +635,11 @@ def test_flops(module):
     config = own_model.load(config_on((1, 1, 1), module, dropout_rate=0.0).model)
     batch = {name: jax.ShapeDtypeStruct((1, 32), np.int32) for name in FEATURES}
     shapes = {path: jax.ShapeDtypeStruct(x, np.float32) for path, x in model.shapes(config).items()}
-    forward = partition.one_device(
+    forward = sharded(
         lambda params, batch: model.apply(model.logits, params, config, batch)[0],
-        (model.param_specs(config), partition.BATCH),
+        config,
+        make_mesh(1, 1),
+        P(partition.BATCH_AXES, None, 'model'),
     )
     counted = forward.lower(shapes, batch).compile().cost_analysis()['flops']
     assert 1.0 <= counted / config.family.flops(config, 32, 32) < 1.1

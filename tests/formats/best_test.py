@@ -325,7 +325,7 @@ def test_what_is_converted_and_answers_is_the_average(expected, tmp_path):
 def test_the_names_of_metrics(uninterrupted):
     lines = metrics_of(uninterrupted)
     line = next(x for x in lines if x['run'] == 'training_eval/span_corruption')
-    assert set(task_metrics.validation_tags(base.get_config())) == line.keys() - {
+    assert set(task_metrics.validation_tags(base.get_config().data)) == line.keys() - {
         'step',
         'run',
         'corpus',

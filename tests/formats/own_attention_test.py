@@ -11,6 +11,7 @@ from forms import first_in_ci, first_quick
 from runs import ROOT, small_config
 from small_models import (
     OWN_SIZES,
+    as_one_device,
     assert_close,
     assert_refused,
     check_on_meshes,
@@ -29,7 +30,6 @@ from small_models import (
 import decode
 import infer
 import model
-import partition
 import train
 from prepare import make_spec, prepare
 
@@ -204,7 +204,7 @@ def test_grouped_heads_have_a_smaller_cache():
             return decode.grow_cache(cache, 5)
 
         params = random_params(config)
-        on_one = partition.one_device(start, (model.param_specs(config),))
+        on_one = as_one_device(start, (model.param_specs(config),))
         return [x.size for x in jax.tree.leaves(jax.eval_shape(on_one, params).layers)]
 
     assert num_kept(4) == [3 * 4 * 8 * 5] * 2 + [3 * 4 * 8 * 7] * 2

@@ -9,7 +9,14 @@ from corpora import HUNT, make_config, model_with
 from sentencepiece import sentencepiece_model_pb2
 from small_models import assert_refused
 
-from formats.vocabulary import files_of, find_vocabulary, model_file, named_vocabulary, of_model
+from formats.vocabulary import (
+    files_of,
+    find_vocabulary,
+    model_file,
+    named_vocabulary,
+    names_of,
+    of_model,
+)
 from run.train_vocabulary import find_or_train_vocabulary
 from vocabulary import SentencePieceVocabulary
 
@@ -121,7 +128,7 @@ def test_tokens_that_a_folder_adds_are_pieces_that_are_never_split(tmp_path, for
         find_vocabulary(HUNT, tmp_path / 'spiece.model'),
         find_or_train_vocabulary(config, tmp_path / 'run', [], max_size=384),
     ):
-        assert found.size == 172 + len(added) and found.names[:172] == plain.names
+        assert found.size == 172 + len(added) and names_of(found)[:172] == names_of(plain)
         assert found.added_tokens == {name: 172 + i for i, name in enumerate(added)}
         for i, name in enumerate(added):
             text = f'es st{name} te <extra_id_0>'
