@@ -255,7 +255,6 @@ def settings_of(config: model.T5Config) -> dict:
             f'logits_via_embedding={is_tied}: transformers has no such {config.module}: use --format=t5x'
         )
     common = dict.fromkeys(('dropout_rate', 'attention_dropout'), config.dropout_rate)
-    common['tie_word_embeddings'] = is_tied
     stacks = {}
     of_encoder = config.family.encoder_config(config)
     for stack, c in (('encoder', of_encoder), ('decoder', config)):
@@ -291,6 +290,7 @@ def settings_of(config: model.T5Config) -> dict:
             'vision_config': {'model_type': 'siglip_vision_model', 'num_hidden_layers': 1},
             **images,
         }
+    common['tie_word_embeddings'] = is_tied
     kind = {'architectures': [ARCHITECTURES[config.module]], 'model_type': config.module}
     return {**kind, 'vocab_size': config.vocab_size, **common, **stacks}
 
