@@ -50,7 +50,7 @@ class Options:
         for field in dataclasses.fields(self):
             key = f'model.options.{field.name}'
             value = getattr(self, field.name)
-            check.check_allowed(key, value, field.default, field.metadata['limits'])
+            check.check_allowed(key, value, field.default, field.metadata.get('limits'))
 
 
 def encoder_config(c):

@@ -160,13 +160,15 @@ def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool)
             options[f'encoder_{name}'] = of_encoder[name] * (of_encoder[name] != value)
         else:
             check_allowed(f'encoder.{name}', of_encoder[name], value, None, (value,))
+    rate = settings.get('dropout_rate', 0.0)  # one for attention, too
+    check_allowed('attention_dropout', settings.get('attention_dropout', rate), rate, None, (rate,))
     config = model.T5Config(
         **{name: of_decoder.pop(name) for name in ('vocab_size', *OF_ENCODER[:4])},
         dtype='float32',
         num_encoder_layers=num_encoder_layers,
         num_decoder_layers=num_decoder_layers,
         mlp_activations=('gelu', 'linear'),
-        dropout_rate=settings.get('dropout_rate', 0.0),
+        dropout_rate=rate,
         logits_via_embedding=is_tied,
         float32_attention_logits=False,
         relpos_bias_per_layer=False,

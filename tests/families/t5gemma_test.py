@@ -17,6 +17,7 @@ import safetensors.numpy
 from forms import first_in_ci, first_quick
 from jax.sharding import PartitionSpec as P
 from small_models import (
+    OWN_SIZES,
     assert_close,
     make_mesh,
     random_batch,
@@ -301,7 +302,8 @@ def test_gradients_and_steps_of_sgd(name):
                 if key.startswith('gradients/'):
                     error = np.linalg.norm(found[key.split('/')[1]] - expected)
                     assert error <= 3e-5 * np.linalg.norm(expected), key
-            np.testing.assert_allclose(optax.global_norm(grads), arrays['gradient_norm'], rtol=1e-5)
+            norm = optax.tree.norm(grads)
+            np.testing.assert_allclose(norm, arrays['gradient_norm'], rtol=1e-5)
         params = jax.tree.map(lambda p, g: p - 0.02 * g, params, grads)
     np.testing.assert_allclose(losses, arrays['sgd_losses'], rtol=1e-5)
     check_fingerprints(name, 'sgd_after', params, 1e-5)
@@ -628,6 +630,19 @@ def test_adapters(module):
     batch = random_batch(0)
     expected = infer.T5(*merged, make_mesh(1, 1)).logits(batch)
     assert_close(infer.T5(config, params, make_mesh(1, 8)).logits(batch), expected, 1e-5)
+
+
+@pytest.mark.parametrize('module', SIZES)
+def test_a_prompt(module):
+    """Options of both files are one group; the prompt has the encoder's width."""
+    config = base.get_config().model
+    config.update(OWN_SIZES, module=f'{module},prompt_tuning', lora_rank=2)
+    config.mlp_activations = ('gelu', 'linear')
+    config.options.update(length=3)
+    if module == 't5gemma':
+        config.options.encoder_emb_dim = 24
+    shapes = model.shapes(own_model.load(config))
+    assert shapes['prompt/embedding'] == (3, 24 if module == 't5gemma' else 16)
 
 
 # FLOPs.
