@@ -40,11 +40,11 @@ class Options:
     window: int = option(4096, 'The first distance that a query does not see.', setting.SIZE)
     full_every: int = option(2, 'Layers per layer without a window.', setting.SIZE)
     rope_theta: float = option(10_000.0, 'Longest period / 2 pi.', setting.POSITIVE)
-    encoder_emb_dim: int = option(0, "The encoder's sizes; 0: the decoder's.")
-    encoder_num_heads: int = option(0, '')
-    encoder_num_kv_heads: int = option(0, '')
-    encoder_head_dim: int = option(0, '')
-    encoder_mlp_dim: int = option(0, '')
+    encoder_emb_dim: int = option(0, "Of the encoder; 0: the decoder's. The next four too.")
+    encoder_num_heads: int = option(0, 'Of the encoder.')
+    encoder_num_kv_heads: int = option(0, 'Of the encoder.')
+    encoder_head_dim: int = option(0, 'Of the encoder.')
+    encoder_mlp_dim: int = option(0, 'Of the encoder.')
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -353,6 +353,22 @@ def test_a_folder_in_and_out(name, tmp_path):
     assert infer.load(tmp_path / 'hf').config == load(name).config
 
 
+@pytest.mark.parametrize('name', first_quick(['t5gemma_unbalanced', 't5gemma2']))
+def test_a_checkpoint_in_between(name, tmp_path):
+    """T5X's layout holds the config; its encoder can be opened alone."""
+    source = GOLDEN / name / 'hf'
+    checkpoint = convert.convert_checkpoint(source, tmp_path / 'ours', 't5x')
+    t5 = infer.load(checkpoint)
+    assert t5.config == load(name).config
+    arrays = arrays_of(name)
+    encoder = infer.load(checkpoint, part='encoder')
+    outputs, mask = encoder.encode(ids_of(arrays['batch/encoder_input_tokens']))
+    assert_near(outputs, arrays['encoded'][:, : outputs.shape[1]] * mask[..., None], ENCODED)
+    convert.convert_checkpoint(tmp_path / 'ours', tmp_path / 'hf', 'hf')
+    for path, x in infer.load(tmp_path / 'hf').arrays.items():
+        np.testing.assert_array_equal(x, load(name).arrays[path])
+
+
 def copied(name, tmp_path):
     """A copy of a folder that may be changed."""
     folder = shutil.copytree(GOLDEN / name / 'hf', tmp_path / 'hf')
