@@ -615,15 +615,17 @@ class Attention(hk.Module):
         M the slots of the cache.
         """
         c = self.config
-        logits_dtype = jnp.float32 if c.float32_attention_logits else c.dtype
-        logits_bhTM = jnp.einsum(
-            'bThK,bhKM->bhTM', q_bThK.astype(logits_dtype), k_bhKM.astype(logits_dtype)
-        )
+        logits_bhTM = self.logits(q_bThK, k_bhKM)
         probs_bhTM = attention_weights(logits_bhTM, mask.dense(), relpos_1hTM, c.dtype)
         mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
         probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         heads_bhTK = jnp.einsum('bhTM,bhKM->bhTK', probs_bhTM, v_bhKM)
         return heads_bhTK.transpose(0, 2, 1, 3)
+
+    def logits(self, q_bThK, k_bhKM):
+        """Return logits_bhTM, the products of queries and keys, before bias and mask."""
+        dtype = jnp.float32 if self.config.float32_attention_logits else self.config.dtype
+        return jnp.einsum('bThK,bhKM->bhTM', q_bThK.astype(dtype), k_bhKM.astype(dtype))
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):

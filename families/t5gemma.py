@@ -22,6 +22,7 @@ import model
 import partition
 from configs import check, setting
 from families.rotary import no_bias, rotate
+from families.soft_caps import capped
 from messages import Refused
 
 START_ID = 2  # Gemma's token before a text
@@ -92,11 +93,6 @@ def logits(c, x_bTD, table_vD, rows_b):
     if c.logits_via_embedding:
         logits_bTv *= jnp.sqrt(c.emb_dim)  # T5's division undone
     return capped(logits_bTv, c.options.logits_cap)
-
-
-def capped(x, cap):
-    """Return x, bent towards -cap and cap where it is large; 0 is no cap."""
-    return cap * jnp.tanh(x / cap) if cap else x
 
 
 class Norm(model.RMSNorm):
@@ -178,20 +174,30 @@ class Attention(model.Attention):
         return mask.dense() & (jnp.abs(distance_TM) < self.config.options.window)[None, None]
 
     def attend(self, q_bThK, k_bkKM, v_bkKM, mask, relpos_1hTM, positions, rows_b):
-        """Return heads_bThK, the means of the values weighted by the softmax of the capped scores."""
+        """Return heads_bThK, the means of the values weighted by the softmax of the logits."""
+        c = self.config
+        logits_bhTM = self.logits(q_bThK, k_bkKM)
+        mask_b1TM = self.seen(mask, positions)
+        probs_bhTM = model.attention_weights(logits_bhTM, mask_b1TM, None, c.dtype)
+        mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
+        probs_bhTM = model.dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
+        probs_bkgTM = in_groups(probs_bhTM, 1, v_bkKM.shape[1])
+        return jnp.einsum('bkgTM,bkKM->bTkgK', probs_bkgTM, v_bkKM).reshape(q_bThK.shape)
+
+    def logits(self, q_bThK, k_bkKM):
+        """Return logits_bhTM, the capped products of queries and keys, before the mask."""
         c = self.config
         dtype = jnp.float32 if c.float32_attention_logits else c.dtype
-        num_rows, length, num_heads, head_dim = q_bThK.shape
-        num_groups, num_keys = k_bkKM.shape[1], k_bkKM.shape[3]
-        q_bTkgK = q_bThK.reshape(num_rows, length, num_groups, num_heads // num_groups, head_dim)
-        scores_bkgTM = jnp.einsum('bTkgK,bkKM->bkgTM', q_bTkgK.astype(dtype), k_bkKM.astype(dtype))
-        scores_bhTM = scores_bkgTM.reshape(num_rows, num_heads, length, num_keys)
-        scores_bhTM = capped(scores_bhTM, c.options.attention_cap)
-        probs_bhTM = model.attention_weights(scores_bhTM, self.seen(mask, positions), None, c.dtype)
-        mask_shape = (c.num_heads, 1, num_keys)
-        probs_bhTM = model.dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
-        probs_bkgTM = probs_bhTM.reshape(scores_bkgTM.shape)
-        return jnp.einsum('bkgTM,bkKM->bTkgK', probs_bkgTM, v_bkKM).reshape(q_bThK.shape)
+        q_bTkgK = in_groups(q_bThK.astype(dtype), 2, k_bkKM.shape[1])
+        logits_bkgTM = jnp.einsum('bTkgK,bkKM->bkgTM', q_bTkgK, k_bkKM.astype(dtype))
+        num_rows, length, num_heads, _ = q_bThK.shape
+        logits_bhTM = logits_bkgTM.reshape(num_rows, num_heads, length, k_bkKM.shape[3])
+        return capped(logits_bhTM, c.options.attention_cap)
+
+
+def in_groups(x, dim, num_groups):
+    """Return x with its query heads, the dimension `dim`, split into [num_groups, heads of each]."""
+    return x.reshape(*x.shape[:dim], num_groups, x.shape[dim] // num_groups, *x.shape[dim + 1 :])
 
 
 def flops(c, S, T):

@@ -44,7 +44,7 @@ CORE = {
     'main': 77,
     'train': 235,
     'loop': 299,
-    'model': 870,
+    'model': 872,
     'family': 88,
     'kernels': 260,
     'loss': 160,

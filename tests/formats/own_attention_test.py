@@ -1,7 +1,9 @@
-"""The examples with an attention of their own, a sliding window and grouped heads.
+"""Own models with an attention of their own: a sliding window, grouped heads, and rotary positions with norms and caps.
 
 Training is the same on every mesh; a cache changes no logits, no answers and no beams.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +38,15 @@ from prepare import make_spec, prepare
 WINDOW = str(ROOT / 'examples/sliding_window/sliding_window.py')
 GROUPED = str(ROOT / 'families/grouped_heads.py')
 # (model.module, model.options)
-VALUES = [(WINDOW, {'window': 3}), (GROUPED, {'num_kv_heads': 4})]
-EXAMPLES = pytest.mark.parametrize('module, options', VALUES, ids=['window', 'grouped'])
-FIRST_QUICK = pytest.mark.parametrize(
-    'module, options', first_quick(VALUES), ids=['window', 'grouped']
-)
-FIRST_IN_CI = pytest.mark.parametrize(
-    'module, options', first_in_ci(VALUES), ids=['window', 'grouped']
-)
+VALUES = [
+    (WINDOW, {'window': 3}),
+    (GROUPED, {'num_kv_heads': 4}),
+    ('rotary,post_norms,soft_caps', {'attention_cap': 1.0, 'logits_cap': 2.0}),
+]
+NAMES = ['window', 'grouped', 'gemma']
+EXAMPLES = pytest.mark.parametrize('module, options', VALUES, ids=NAMES)
+FIRST_QUICK = pytest.mark.parametrize('module, options', first_quick(VALUES), ids=NAMES)
+FIRST_IN_CI = pytest.mark.parametrize('module, options', first_in_ci(VALUES), ids=NAMES)
 pytestmark = pytest.mark.usefixtures('highest_precision')
 
 
@@ -209,6 +212,43 @@ def test_grouped_heads_have_a_smaller_cache():
 
     assert num_kept(4) == [3 * 4 * 8 * 5] * 2 + [3 * 4 * 8 * 7] * 2
     assert num_kept(1) == [3 * 1 * 8 * 5] * 2 + [3 * 1 * 8 * 7] * 2
+
+
+# Norms after blocks, and caps.
+
+
+def test_norms_after_blocks():
+    """With scales of 0 no layer adds anything to the residual stream."""
+    config, params = example_of('post_norms', {})
+    plain = example_of('', {})[0]
+    for path in params:
+        if 'post_layer_norm' in path:
+            params[path] = np.zeros_like(params[path])
+    batch = random_batch(seed=0)
+    found = infer.T5(config, params, make_mesh(1, 1)).logits(batch)
+    shallow = dataclasses.replace(plain, num_encoder_layers=1, num_decoder_layers=1)
+    silent = {path: params[path] for path in model.shapes(shallow)}
+    for path in silent:
+        if path.endswith(('/out/kernel', '/wo/kernel')):
+            silent[path] = np.zeros_like(silent[path])
+    assert_close(found, infer.T5(shallow, silent, make_mesh(1, 1)).logits(batch), 1e-6)
+
+
+def test_caps():
+    config, params = example_of('soft_caps', {'attention_cap': 0.0, 'logits_cap': 0.0})
+    batch = random_batch(seed=0)
+
+    def logits(**options):
+        changed = dataclasses.replace(
+            config, options=dataclasses.replace(config.options, **options)
+        )
+        return np.asarray(infer.T5(changed, params, make_mesh(1, 1)).logits(batch))
+
+    plain = infer.T5(example_of('', {})[0], params, make_mesh(1, 1)).logits(batch)
+    np.testing.assert_array_equal(logits(), plain)
+    np.testing.assert_allclose(logits(logits_cap=2.0), 2 * np.tanh(plain / 2), rtol=1e-6)
+    assert np.abs(logits(attention_cap=1e-4) - logits(attention_cap=1e-6)).max() < 1e-3
+    assert np.abs(logits(attention_cap=1e-4) - plain).max() > 0.1
 
 
 # What is refused.
