@@ -26,6 +26,7 @@ from families.soft_caps import capped
 from messages import Refused
 
 START_ID = 2  # Gemma's token before a text
+EMBEDDING = hk.initializers.VarianceScaling(1.0, 'fan_out', 'normal')  # tied logits begin around 1
 
 
 def option(default, text, limits=setting.NOT_NEGATIVE):
@@ -190,8 +191,7 @@ class Attention(model.Attention):
         dtype = jnp.float32 if c.float32_attention_logits else c.dtype
         q_bTkgK = in_groups(q_bThK.astype(dtype), 2, k_bkKM.shape[1])
         logits_bkgTM = jnp.einsum('bTkgK,bkKM->bkgTM', q_bTkgK, k_bkKM.astype(dtype))
-        num_rows, length, num_heads, _ = q_bThK.shape
-        logits_bhTM = logits_bkgTM.reshape(num_rows, num_heads, length, k_bkKM.shape[3])
+        logits_bhTM = logits_bkgTM.reshape(len(q_bThK), q_bThK.shape[2], *logits_bkgTM.shape[3:])
         return capped(logits_bhTM, c.options.attention_cap)
 
 
@@ -237,6 +237,7 @@ def modules(family):
         norm=Norm,
         relpos_bias=no_bias,
         logits=logits,
+        initializers=family.parts.initializers._replace(embedding=EMBEDDING),
     )
     return dataclasses.replace(
         family,

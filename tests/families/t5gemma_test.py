@@ -661,6 +661,20 @@ def test_a_prompt(module):
     assert shapes['prompt/embedding'] == (3, 24 if module == 't5gemma' else 16)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('module', SIZES)
+def test_initial_logits(module):
+    """From nothing, tied logits have a deviation of 1, though embeddings are multiplied by sqrt(emb_dim)."""
+    config = config_on((1, 1, 1), module, logits_via_embedding=True)
+    config = own_model.load(config.model)
+    params = jax.device_get(model.init(config, jax.random.key(0)))
+    table = params['token_embedder/embedding'] * config.emb_dim**0.5
+    np.testing.assert_allclose(table.std(), 1, rtol=0.02)
+    assert all(not params[path].any() for path in params if path.endswith('scale'))
+    logits = np.asarray(infer.T5(config, params, make_mesh(1, 1)).logits(random_batch(0)))
+    assert 0.5 < logits.std() < 2
+
+
 # FLOPs.
 
 
