@@ -57,6 +57,8 @@ class Family(Generic[Config, Parts]):
     losses: Callable[[Config], Mapping[str, float]] = lambda config: {}
     # (config, mesh) -> None: raises Refused for a mesh that does not split all parts evenly.
     check_mesh: Callable[[Config, Mesh], None] = check_t5_mesh
+    # config -> the config of the encoder's modules, if its sizes are its own.
+    encoder_config: Callable[[Config], Config] = lambda config: config
     # config -> the layers in a step of a scan, more than 1 if they differ in parameters.
     period: Callable[[Config], int] = lambda config: 1
     # config -> regular expression of parameters whose modules read their slice of 'fsdp' alone.

@@ -184,7 +184,8 @@ class T5:
         """
         encoded = self._inputs(inputs, trim)
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
-        outputs_bMD = np.zeros((*mask_bM.shape, self.config.emb_dim), np.float32)
+        emb_dim = self.config.family.encoder_config(self.config).emb_dim
+        outputs_bMD = np.zeros((*mask_bM.shape, emb_dim), np.float32)
         questions = [Question(ids) for ids in encoded]
         outputs = in_batches(functools.partial(encode_batch, self), questions, batch_size)
         for i, outputs_MD in enumerate(outputs):

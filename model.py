@@ -241,7 +241,7 @@ def encode(
     segments_bM = (inputs_bM > 0).astype(jnp.int32) if segments_bM is None else segments_bM
     if table_vD is None:
         table_vD = token_table(config)
-    encoder = config.parts.encoder(config, name='encoder')
+    encoder = config.parts.encoder(config.family.encoder_config(config), name='encoder')
     x_bMD, segments_bM = encoder.embed(inputs_bM, segments_bM, table_vD)
     check_output('encoder', x_bMD, x_bMD.shape, jnp.float32, 'embedding')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)

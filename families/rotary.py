@@ -12,16 +12,17 @@ import dataclasses
 
 import jax.numpy as jnp
 
-LONGEST_PERIOD = 10_000.0  # of an angle, in positions / 2 pi
 
+def rotate(x_bThK, positions_bT, theta=10_000.0):
+    """Return x_bThK with its pairs of features, [K / 2] apart, rotated by their positions.
 
-def rotate(x_bThK, positions_T):
-    """Return x_bThK with its pairs of features, [K / 2] apart, rotated by their positions."""
+    The longest period of an angle is 2 pi * theta. Positions may be one row for all.
+    """
     half = x_bThK.shape[-1] // 2
-    frequencies_k = LONGEST_PERIOD ** -(jnp.arange(half) / half)
-    angles_1T1k = positions_T[None, :, None, None] * frequencies_k[None, None, None]
-    cos = jnp.cos(angles_1T1k).astype(x_bThK.dtype)
-    sin = jnp.sin(angles_1T1k).astype(x_bThK.dtype)
+    frequencies_k = theta ** -(jnp.arange(half) / half)
+    angles_bT1k = positions_bT[:, :, None, None] * frequencies_k[None, None, None]
+    cos = jnp.cos(angles_bT1k).astype(x_bThK.dtype)
+    sin = jnp.sin(angles_bT1k).astype(x_bThK.dtype)
     left, right = jnp.split(x_bThK, 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, left * sin + right * cos], axis=-1)
 
@@ -38,13 +39,13 @@ def modules(family):
             q_bThK = super().queries(x_bTD, positions)
             if positions is None:
                 return q_bThK
-            return rotate(q_bThK, positions.queries_T)
+            return rotate(q_bThK, positions.queries_T[None])
 
         def keys_values(self, memory_bMD, positions):
             k_bMhK, v_bMhK = super().keys_values(memory_bMD, positions)
             if positions is None:
                 return k_bMhK, v_bMhK
-            return rotate(k_bMhK, positions.queries_T), v_bMhK
+            return rotate(k_bMhK, positions.queries_T[None]), v_bMhK
 
     parts = dataclasses.replace(family.parts, attention=Attention, relpos_bias=no_bias)
     return dataclasses.replace(family, parts=parts)

@@ -21,7 +21,7 @@ import safetensors.numpy
 import model
 import paths
 from answers.options import OPTIONS
-from formats import own_model
+from formats import gemma, own_model
 from formats.names import NAMES, inverse, names_of, translate
 from messages import Refused, first_ten, named
 
@@ -38,6 +38,7 @@ ARCHITECTURES = {
     'umt5': 'UMT5ForConditionalGeneration',
     'longt5': 'LongT5ForConditionalGeneration',
     'switch_transformers': 'SwitchTransformersForConditionalGeneration',
+    **gemma.ARCHITECTURES,
 }
 
 # config.json: Hugging Face's name of each size -> the field of T5Config.
@@ -151,6 +152,8 @@ DTYPES = {
 
 def parameter_names(config: model.T5Config) -> dict[str, str]:
     """Return {our path: Hugging Face's name without .weight}, with * for the number of a layer: see names.py."""
+    if config.module in gemma.ARCHITECTURES:
+        return gemma.parameter_names(config, prefix='model.' if config.num_decoder_layers else '')
     table = names_of(config.relpos_bias_per_layer)
     options = own_model.as_dict(config.options)
     if config.module == LONG_T5:
@@ -277,6 +280,17 @@ def read_index(
     model_type = str(settings.get('model_type'))
     if model_type not in ARCHITECTURES:  # first: other models have other arrays
         raise Refused(f'{config_file}: model_type={model_type}: use {", ".join(ARCHITECTURES)}')
+    if model_type in gemma.ARCHITECTURES:
+        entries = _read_entries(files)
+        for entry in entries.values():
+            check_array(entry)
+        with named(str(config_file)):
+            config, stored, note = gemma.read(settings, entries, is_encoder)
+        notes = [note] if note else []
+        if config.num_decoder_layers:
+            notes += _notes_of_generation(folder, settings)
+        targets = _by_path(folder, stored, gemma.parameter_names(config))
+        return config, targets, '; '.join(notes)
     arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}
@@ -435,9 +449,7 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
 
 def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     """Return the arrays that the headers of the folder's files name."""
-    entries: dict[str, SafetensorsEntry] = {}
-    for file in files:
-        entries |= read_header(file)
+    entries = _read_entries(files)
     others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
     if others:
         raise Refused(
@@ -462,6 +474,13 @@ def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
     for name, by_number in experts.items():
         entries[name] = stacked([entries.pop(by_number[i]) for i in sorted(by_number)])
     return StoredArrays(entries, has_own_lm_head)
+
+
+def _read_entries(files: Sequence[Path]) -> dict[str, SafetensorsEntry]:
+    entries: dict[str, SafetensorsEntry] = {}
+    for file in files:
+        entries |= read_header(file)
+    return entries
 
 
 def read_header(file: Path) -> dict[str, SafetensorsEntry]:

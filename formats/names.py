@@ -42,7 +42,7 @@ NAMES = {
     'decoder/decoder_norm/scale': 'decoder.final_layer_norm',
     'decoder/logits_dense/kernel': 'lm_head',
 }  # fmt: skip
-LAYER = re.compile(r'(/layers_|\.block\.)(0|[1-9]\d{0,4})(?=[/.])')
+LAYER = re.compile(r'(/layers_|\.block\.|\.layers\.)(0|[1-9]\d{0,4})(?=[/.])')
 
 
 def names_of(is_per_layer: bool) -> dict[str, str]:

@@ -3,7 +3,6 @@
 Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 """
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from checkpoint import Leaf
 from configs import base
 from configs.check import flatten, read_stored
 from families import lora
-from formats import best, hugging_face, mesh_tf, own_model, peft, t5x
+from formats import best, gemma, hugging_face, mesh_tf, own_model, peft, t5x
 from formats.vocabulary import folders_of
 from messages import Refused, first_ten, named
 from model import T5Config
@@ -64,9 +63,10 @@ def open_model(
     """
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
+    leaves = opened.leaves
     note = opened.note
     is_assumed = False
-    shapes = checkpoint.shapes(checkpoint.parameters(opened.leaves))
+    shapes = checkpoint.shapes(checkpoint.parameters(leaves))
     if config is None:
         config = opened.config or config_beside(directory)
         if config is None:
@@ -85,10 +85,11 @@ def open_model(
         own_model.check_same(directory, config, 'leave the config out', may_be_plain=True)
     check_family(directory, config)
     config = lora.without_adapters(config)  # they are merged
-    if is_encoder(opened.leaves):
-        config = dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True)
+    if is_encoder(leaves):
+        config, leaves = gemma.encoder_alone(config, leaves)
+        shapes = checkpoint.shapes(checkpoint.parameters(leaves))
     compare(model.shapes(config), shapes, str(directory))
-    return OpenedModel(directory, opened.leaves, config, note, is_assumed)
+    return OpenedModel(directory, leaves, config, note, is_assumed)
 
 
 def compare(

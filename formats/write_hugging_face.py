@@ -12,7 +12,7 @@ import safetensors.numpy
 import checkpoint
 import model
 import paths
-from formats import hugging_face, own_model, peft
+from formats import gemma, hugging_face, own_model, peft
 from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
@@ -104,6 +104,8 @@ def save_arrays(file: Path, arrays: dict[str, np.ndarray]) -> None:
 
 def _settings(config: model.T5Config) -> dict:
     """Return the content of config.json."""
+    if config.module in gemma.ARCHITECTURES:
+        return gemma.settings_of(config)
     activations = tuple(config.mlp_activations)
     if activations == ('swish', 'linear'):  # another name of silu
         activations = ('silu', 'linear')
@@ -160,7 +162,7 @@ def _settings(config: model.T5Config) -> dict:
 def _named_arrays(path: str, name: str, leaf: checkpoint.Leaf) -> dict[str, np.ndarray]:
     """Return {transformers' name: array} of a parameter: of one array, or of one for each expert."""
     x = np.asarray(checkpoint.read_leaf(leaf))
-    named = {f'{name}.weight': x}
+    named = {name if name.endswith('eoi_embedding') else f'{name}.weight': x}
     if x.ndim == 3:
         start, end = name.split('.experts.')
         named = {f'{start}.experts.expert_{i}.{end}.weight': matrix for i, matrix in enumerate(x)}

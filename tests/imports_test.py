@@ -57,7 +57,7 @@ CORE = {
     'validation': 271,
     'checkpoint': 536,
     'decode': 425,
-    'infer': 418,
+    'infer': 419,
     'messages': 50,
     'paths': 235,
     'randomness': 60,

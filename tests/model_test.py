@@ -261,7 +261,8 @@ def test_remat_keeps_less():
     assert saved_bytes('full') < 0.8 * saved_bytes('dots') < 0.8 * 0.8 * saved_bytes('none')
 
 
-# Every released size; the numbers are from T5X's gins, layer by layer (UL2: from its model card).
+# Every released size; the numbers are from T5X's gins, layer by layer (UL2: from its
+# model card; T5Gemma: from google-deepmind/gemma's sizes, with 256,000 rows).
 COUNTS = {
     't5:small': 60_506_624,
     't5:base': 222_903_552,
@@ -305,6 +306,14 @@ COUNTS = {
     'switch:large_128': 26_309_291_008,
     'switch:xxl_128': 394_675_073_024,
     'switch:c_2048': 1_571_327_875_360,
+    't5gemma:s': 312_517_632,
+    't5gemma:b': 591_490_560,
+    't5gemma:l': 1_241_761_792,
+    't5gemma:ml': 2_200_345_344,
+    't5gemma:xl': 3_766_980_608,
+    't5gemma:2b': 5_596_853_760,
+    't5gemma:9b': 20_333_401_088,
+    't5gemma:9b_2b': 12_292_375_296,
     'ul2:20b': 19_591_209_984,
     'ul2:flan': 19_591_209_984,
 }
@@ -341,6 +350,7 @@ QUICK = (
     'byt5:xl',
     'umt5:xxl',
     'long_t5:base',
+    't5gemma:9b_2b',
     'ul2:20b',
 )
 SLOW = ('t5:11b', 't5_1_1:xxl', 'mt5:xxl', 'mlong_t5:xl', 'switch:base_8', 'switch:c_2048')

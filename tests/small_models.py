@@ -117,6 +117,14 @@ FAMILIES = {
         'tokens_per_block': 2,
     },
     'switch': {'num_experts': 4, 'sparse_step': 1},
+    't5gemma': {
+        'num_kv_heads': 1,
+        'window': 5,
+        'encoder_num_heads': 4,
+        'encoder_num_kv_heads': 2,
+        'encoder_mlp_dim': 64,
+    },
+    't5gemma2': {'window': 6, 'full_every': 2, 'eoi_id': 7},
 }
 
 

@@ -44,6 +44,7 @@ ARGUMENTS = {
     't5': ['small', 'base', 'large', '3b', '11b'],
     't5_1_1': ['small', 'base', 'large', 'xl', 'xxl'],
     't5_1_1_lm': ['small', 'base', 'large', 'xl', 'xxl'],
+    't5gemma': ['small', 'tiny', 's', '2b', '9b_2b'],
     'tiny': [''],
     'ul2': ['20b', 'flan', 'tiny'],
     'umt5': ['small', 'base', 'large', 'xl', 'xxl'],

@@ -1,0 +1,343 @@
+"""T5Gemma and T5Gemma 2: names of parameters and config.json, and T5Gemma's Flax arrays.
+
+hugging_face.py and write_hugging_face.py read and write the files of a folder. Source: transformers (5.24)
+models/{t5gemma,t5gemma2}; google-deepmind/gemma research/t5gemma.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import checkpoint
+import model
+from configs import check, setting
+from configs.setting import check_allowed
+from formats import own_model
+from formats.names import inverse, translate
+from messages import Refused
+
+T5GEMMA = 't5gemma'  # model_type, and the family
+T5GEMMA2 = 't5gemma2'
+ARCHITECTURES = {
+    T5GEMMA: 'T5GemmaForConditionalGeneration',
+    T5GEMMA2: 'T5Gemma2ForConditionalGeneration',
+}
+IMAGES = re.compile(r'(model\.)?(encoder\.)?(vision_tower|multi_modal_projector)\..+')
+PREFIX = re.compile(r'(model\.)?(encoder|decoder)\.(text_model\.)?')
+LM_HEAD = 'lm_head.out_proj'
+# The stack, our name and transformers' of each attention.
+ATTENTIONS = (
+    ('encoder', 'attention', 'self_attn'),
+    ('decoder', 'self_attention', 'self_attn'),
+    ('decoder', 'encoder_decoder_attention', 'cross_attn'),
+)
+# Below a layer: our path -> transformers' name.
+NAMES = {
+    'attention/query/kernel': 'attn.q_proj',
+    'attention/key/kernel': 'attn.k_proj',
+    'attention/value/kernel': 'attn.v_proj',
+    'attention/out/kernel': 'attn.o_proj',
+    'attention/query_norm/scale': 'attn.q_norm',
+    'attention/key_norm/scale': 'attn.k_norm',
+    'attention/post_attention_layer_norm/scale': 'post_attn_layernorm',
+    'pre_mlp_layer_norm/scale': 'pre_feedforward_layernorm',
+    'mlp/wi_0/kernel': 'mlp.gate_proj',
+    'mlp/wi_1/kernel': 'mlp.up_proj',
+    'mlp/wo/kernel': 'mlp.down_proj',
+    'mlp/post_mlp_layer_norm/scale': 'post_feedforward_layernorm',
+}
+# config.json of a stack: transformers' name -> ours.
+SIZES = {
+    'vocab_size': 'vocab_size',
+    'hidden_size': 'emb_dim',
+    'intermediate_size': 'mlp_dim',
+    'num_attention_heads': 'num_heads',
+    'head_dim': 'head_dim',
+    'num_key_value_heads': 'num_kv_heads',
+    'num_hidden_layers': 'num_layers',
+}
+# The same and the default; null is 0 here. T5Gemma 2 has no caps.
+NUMBERS = {
+    'query_pre_attn_scalar': ('query_pre_attn_scalar', 256.0),
+    'attn_logit_softcapping': ('attention_cap', 50.0),
+    'final_logit_softcapping': ('logits_cap', 30.0),
+    'sliding_window': ('window', 4096),
+}
+FIXED: dict[str, setting.Value] = {
+    'attention_bias': False,
+    'bos_token_id': 2,
+    'hidden_activation': 'gelu_pytorch_tanh',
+    'rms_norm_eps': 1e-6,
+}
+LAYER_TYPES = ('sliding_attention', 'full_attention')
+FULL_EVERY = {T5GEMMA: 2, T5GEMMA2: 6}  # without layer_types
+OF_ENCODER = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'num_kv_heads')  # options encoder_*
+FLAX_ATTENTIONS = {'attn': 'self_attn', 'cross_attn': 'cross_attn'}
+FLAX_NORMS = {
+    'pre_attention_norm': 'pre_self_attn',
+    'post_attention_norm': 'post_self_attn',
+    'pre_cross_attention_norm': 'pre_cross_attn',
+    'post_cross_attention_norm': 'post_cross_attn',
+    'pre_ffw_norm': 'pre_feedforward',
+    'post_ffw_norm': 'post_feedforward',
+}
+
+
+def parameter_names(config: model.T5Config, prefix: str = '') -> dict[str, str]:
+    """Return {our path: transformers' name without .weight}, with * for the number of a layer: see names.py."""
+    table = {'decoder/logits_dense/kernel': LM_HEAD}
+    for stack, attention, theirs in ATTENTIONS:
+        table[f'{stack}/{stack}_norm/scale'] = f'{prefix}{stack}.norm'
+        pre_norm = attention.replace('encoder_decoder', 'cross')
+        table[f'{stack}/layers_*/pre_{pre_norm}_layer_norm/scale'] = (
+            f'{prefix}{stack}.layers.*.pre_{theirs}_layernorm'
+        )
+        for path, name in NAMES.items():
+            path = path.replace('attention', attention, 1)
+            name = name.replace('attn', theirs, 1)
+            table[f'{stack}/layers_*/{path}'] = f'{prefix}{stack}.layers.*.{name}'
+    tables = {'token_embedder/embedding': 'encoder.embed_tokens'}
+    if config.module == T5GEMMA2:
+        tables['token_embedder/eoi_embedding'] = 'encoder.embed_tokens.eoi_embedding'
+    elif config.num_decoder_layers:
+        tables['token_embedder/embedding'] = 'decoder.embed_tokens'
+        tables['encoder/token_embedder/embedding'] = 'encoder.embed_tokens'
+    return table | {path: f'{prefix}{name}' for path, name in tables.items()}
+
+
+def read(
+    settings: Mapping, entries: Mapping[str, Any], is_encoder: bool
+) -> tuple[model.T5Config, dict[str, Any], str]:
+    """Return the config, the arrays by the names of `parameter_names`, and what is left out, or ''.
+
+    `settings`: of config.json; `entries`: {transformers' name: array not read yet}. Raises Refused if they disagree.
+    """
+    images = [name for name in entries if IMAGES.fullmatch(name)]
+    stored = {}
+    for name in entries.keys() - images:
+        stored[PREFIX.sub(r'\2.', name, count=1)] = entries[name]
+    is_encoder |= not any(name.startswith('decoder.layers.') for name in stored)
+    if is_encoder:
+        stored = {name: x for name, x in stored.items() if name.startswith('encoder.')}
+    is_tied = is_encoder or settings.get('tie_word_embeddings', True)
+    # Tied arrays may be stored again.
+    table = 'decoder.embed_tokens'
+    copies = {}
+    if settings['model_type'] == T5GEMMA2:
+        for name in ('weight', 'eoi_embedding'):
+            copies[f'{table}.{name}'] = f'encoder.embed_tokens.{name}'
+        table = 'encoder.embed_tokens'
+    if is_tied:
+        copies[f'{LM_HEAD}.weight'] = f'{table}.weight'
+    for copy, original in copies.items():
+        if copy in stored and not np.array_equal(stored.pop(copy).read(), stored[original].read()):
+            raise Refused(f'{copy} differs from {original}, to which it is tied: remove one')
+    note = ''
+    if images:
+        note = f'{len(images)} arrays of images, such as {images[0]}, are left out'
+    return _config(settings, stored, is_encoder, is_tied), stored, note
+
+
+def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool) -> model.T5Config:
+    """Return the T5Config of config.json, whose sizes are those of the arrays."""
+    module = settings['model_type']
+    encoder = settings.get('encoder') or {}
+    options: dict[str, Any] = {}
+    if module == T5GEMMA2:
+        options['eoi_id'] = encoder.get('eoi_token_index', 256_000)
+        encoder = encoder.get('text_config') or {}
+    of_encoder = _stack(module, 'encoder', encoder, stored)
+    of_decoder = dict(of_encoder, num_layers=0)
+    if not is_encoder:
+        of_decoder = _stack(module, 'decoder', settings.get('decoder') or {}, stored)
+    num_encoder_layers = of_encoder.pop('num_layers')
+    num_decoder_layers = of_decoder.pop('num_layers')
+    for name, value in of_decoder.items():
+        if name in OF_ENCODER:
+            options[f'encoder_{name}'] = of_encoder[name] * (of_encoder[name] != value)
+        else:
+            check_allowed(f'encoder.{name}', of_encoder[name], value, None, (value,))
+    rate = settings.get('dropout_rate', 0.0)  # one for attention, too
+    check_allowed('attention_dropout', settings.get('attention_dropout', rate), rate, None, (rate,))
+    config = model.T5Config(
+        **{name: of_decoder.pop(name) for name in ('vocab_size', *OF_ENCODER[:4])},
+        dtype='float32',
+        num_encoder_layers=num_encoder_layers,
+        num_decoder_layers=num_decoder_layers,
+        mlp_activations=('gelu', 'linear'),
+        dropout_rate=rate,
+        logits_via_embedding=is_tied,
+        float32_attention_logits=False,
+        relpos_bias_per_layer=False,
+    )
+    return own_model.as_family(config, module, options | of_decoder)
+
+
+def _stack(module: str, stack: str, given: Mapping, stored: Mapping) -> dict[str, Any]:
+    """Return {our name: value} of a stack in config.json. Raise Refused if the arrays have other sizes."""
+    head_dim = given.get('head_dim', 256)
+    check_allowed(f'{stack}.head_dim', head_dim, 256, setting.SIZE)
+    table = f'{stack}.embed_tokens.weight'
+    if table not in stored:  # T5Gemma 2 has one
+        table = 'encoder.embed_tokens.weight'
+    sources = [table]
+    for name in ('self_attn.q_proj', 'self_attn.k_proj', 'mlp.gate_proj'):
+        sources.append(f'{stack}.layers.0.{name}.weight')
+    missing = [name for name in sources if name not in stored]
+    if missing:
+        raise Refused(f'the folder has no {missing[0]}: copy it again')
+    (V, D), (a, _), (num_columns, _), (F, _) = [stored[name].shape for name in sources]
+    numbers = {name.split('.')[2] for name in stored if name.startswith(f'{stack}.layers.')}
+    sizes = (V, D, F, a // head_dim, head_dim, num_columns // head_dim, len(numbers))
+    found: dict[str, Any] = {}
+    for theirs, size in zip(SIZES, sizes, strict=True):
+        check_allowed(f'{stack}.{theirs}', given.get(theirs, size), size, None, (size,))
+        found[SIZES[theirs]] = size
+    for name, value in FIXED.items():
+        check_allowed(f'{stack}.{name}', given.get(name, value), value, None, (value,))
+    for theirs, (ours, default) in NUMBERS.items():
+        if module == T5GEMMA2 and theirs.endswith('softcapping'):
+            default = 0.0
+        found[ours] = given.get(theirs, default) or 0
+        check_allowed(f'{stack}.{theirs}', found[ours], default, None)
+    if found['query_pre_attn_scalar'] == head_dim:
+        found['query_pre_attn_scalar'] = 0
+    found['full_every'] = given.get('sliding_window_pattern') or FULL_EVERY[module]
+    types = given.get('layer_types') or layer_types(len(numbers), found['full_every'])
+    if LAYER_TYPES[True] in types:
+        found['full_every'] = types.index(LAYER_TYPES[True]) + 1
+    if types != layer_types(len(numbers), found['full_every']):
+        raise Refused(f'layer_types={types}: the full ones must be the last of every few')
+    return found | _rope(module, given)
+
+
+def layer_types(num_layers: int, full_every: int) -> list[str]:
+    return [LAYER_TYPES[i % full_every == 0] for i in range(1, num_layers + 1)]
+
+
+def _rope(module: str, given: Mapping) -> dict[str, float]:
+    """Return the options of rotary positions, which transformers 4 and 5 write in two forms."""
+    rope = given.get('rope_parameters') or {}
+    theta = 'rope_theta'
+    options = {}
+    if module == T5GEMMA2:
+        full = rope.get('full_attention') or given.get('rope_scaling') or {}
+        kind = full.get('rope_type', 'default')
+        check_allowed('rope_type', kind, '', None, ('default', 'linear'))
+        options['full_rope_theta'] = full.get('rope_theta', given.get('rope_theta', 1e6))
+        options['full_rope_factor'] = full.get('factor', 1.0)
+        rope = rope.get('sliding_attention') or {}
+        theta = 'rope_local_base_freq'
+    check_allowed('rope_type', rope.get('rope_type', 'default'), '', None, ('default',))
+    return options | {'rope_theta': rope.get('rope_theta', given.get(theta, 1e4))}
+
+
+def encoder_alone(
+    config: model.T5Config, leaves: Mapping[str, checkpoint.Leaf]
+) -> tuple[model.T5Config, dict[str, checkpoint.Leaf]]:
+    """Return config and leaves without the decoder. An encoder that had sizes and a table of its own has the only ones."""
+    leaves = dict(leaves)
+    own_table = f'{checkpoint.PARAMETER_PREFIX}encoder/token_embedder/embedding'
+    if own_table in leaves:
+        leaves[own_table.replace('encoder/', '')] = leaves.pop(own_table)
+    config = config.family.encoder_config(config)
+    return dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True), leaves
+
+
+def settings_of(config: model.T5Config) -> dict:
+    """Return the content of config.json."""
+    is_tied = config.logits_via_embedding
+    is_known = config.num_decoder_layers and (is_tied or config.module == T5GEMMA)
+    if config.mlp_activations != ('gelu', 'linear') or not is_known:
+        raise Refused(
+            f'mlp_activations={config.mlp_activations}, num_decoder_layers={config.num_decoder_layers}, '
+            f'logits_via_embedding={is_tied}: transformers has no such {config.module}: use --format=t5x'
+        )
+    common = dict.fromkeys(('dropout_rate', 'attention_dropout'), config.dropout_rate)
+    stacks = {}
+    of_encoder = config.family.encoder_config(config)
+    for stack, c in (('encoder', of_encoder), ('decoder', config)):
+        ours = own_model.as_settings(c) | own_model.as_dict(c.options)
+        ours['num_layers'] = ours[f'num_{stack}_layers']
+        ours['query_pre_attn_scalar'] = int(ours['query_pre_attn_scalar'] or c.head_dim)
+        rope = {'rope_theta': ours['rope_theta'], 'rope_type': 'default'}
+        model_type = 't5_gemma_module'
+        if config.module == T5GEMMA2:
+            full = {'rope_theta': ours['full_rope_theta'], 'rope_type': 'default'}
+            if ours['full_rope_factor'] != 1:
+                full |= {'rope_type': 'linear', 'factor': ours['full_rope_factor']}
+            rope = {'full_attention': full, 'sliding_attention': rope}
+            model_type = 't5gemma2_text' if stack == 'encoder' else 't5gemma2_decoder'
+        stacks[stack] = {
+            **{theirs: ours[name] for theirs, name in SIZES.items()},
+            **{theirs: ours[name] or None for theirs, (name, _) in NUMBERS.items()},
+            **FIXED,
+            **common,
+            'layer_types': layer_types(ours['num_layers'], ours['full_every']),
+            'model_type': model_type,
+            'rope_parameters': rope,
+        }
+    if config.module == T5GEMMA2:
+        eoi_id = ours['eoi_id']
+        images = {'eoi_token_index': eoi_id, 'image_token_index': eoi_id + 1}
+        common |= images
+        stacks['encoder'] = {
+            'boi_token_index': eoi_id - 1,
+            'model_type': 't5gemma2_encoder',
+            'text_config': stacks['encoder'],
+            # transformers makes this in any case.
+            'vision_config': {'model_type': 'siglip_vision_model', 'num_hidden_layers': 1},
+            **images,
+        }
+    common['tie_word_embeddings'] = is_tied
+    kind = {'architectures': [ARCHITECTURES[config.module]], 'model_type': config.module}
+    return {**kind, 'vocab_size': config.vocab_size, **common, **stacks}
+
+
+def from_flax(
+    tree: Mapping, vocab_size: int = 256_000
+) -> tuple[model.T5Config, dict[str, np.ndarray]]:
+    """Return the config and the parameters of a T5Gemma in google-deepmind/gemma's form, nested dicts of arrays.
+
+    A token table of the release has 256,128 rows. Those after `vocab_size`, which belong to no token, are left out.
+    """
+    entries = {}
+    settings: dict[str, Any] = {'model_type': T5GEMMA, 'encoder': {}, 'decoder': {}}
+    for path, x in check.flatten(tree).items():
+        stack, place, *names = path.split('/')
+        layer = f'{stack}.{place.replace("layer_", "layers.")}'
+        if place == 'embedder':
+            entries[f'{stack}.embed_tokens'] = x[:vocab_size]
+        elif place == 'final_norm':
+            entries[f'{stack}.norm'] = x
+        elif names[-1] == 'scale':
+            entries[f'{layer}.{FLAX_NORMS[names[0]]}_layernorm'] = x
+        elif names[-1] == 'linear':
+            entries[f'{layer}.mlp.down_proj'] = x.T
+        elif names[-1] == 'gating_einsum':
+            if x.shape[1] == len(tree[stack]['final_norm']['scale']):  # not so in 9b
+                x = x.swapaxes(1, 2)
+            entries[f'{layer}.mlp.gate_proj'], entries[f'{layer}.mlp.up_proj'] = x
+        elif names[1] == 'attn_vec_einsum':
+            head_dim = x.shape[1]
+            settings[stack] = {'head_dim': head_dim, 'query_pre_attn_scalar': head_dim}
+            entries[f'{layer}.{FLAX_ATTENTIONS[names[0]]}.o_proj'] = x.reshape(-1, x.shape[2]).T
+        else:
+            letters = names[1].removesuffix('_einsum')  # q, kv or qkv
+            for letter, x_NDH in zip(
+                letters, x.reshape(len(letters), -1, *x.shape[-2:]), strict=True
+            ):
+                x_NHD = x_NDH.swapaxes(1, 2)
+                name = f'{layer}.{FLAX_ATTENTIONS[names[0]]}.{letter}_proj'
+                entries[name] = x_NHD.reshape(-1, x_NHD.shape[2])
+    with_suffix = {f'{name}.weight': x for name, x in entries.items()}
+    config, stored, _ = read(settings, with_suffix, is_encoder=False)
+    paths = inverse(parameter_names(config))
+    arrays = {}
+    for name, x in stored.items():
+        path = translate(name.removesuffix('.weight'), paths)
+        arrays[path] = x.T if path.endswith('/kernel') else x
+    return config, arrays
