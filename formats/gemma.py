@@ -140,8 +140,9 @@ def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool)
     options['attention_cap'] = encoder.get('attn_logit_softcapping', caps[0]) or 0
     options['logits_cap'] = encoder.get('final_logit_softcapping', caps[1]) or 0
     options['window'] = encoder.get('sliding_window', 4096) or 0
-    scalar = encoder.get('query_pre_attn_scalar', 256)
-    options['query_pre_attn_scalar'] = scalar * (scalar != sizes['encoder']['head_dim'])
+    scalars = {x: of_stack.get('query_pre_attn_scalar', 256) for x, of_stack in given.items()}
+    if scalars != {x: of_stack['head_dim'] for x, of_stack in sizes.items()}:
+        options['query_pre_attn_scalar'] = scalars['encoder']
     options['full_every'] = encoder.get('sliding_window_pattern') or FULL_EVERY[module]
     if LAYER_TYPES[True] in (encoder.get('layer_types') or ()):
         options['full_every'] = encoder['layer_types'].index(LAYER_TYPES[True]) + 1
