@@ -547,7 +547,15 @@ SIZES = {
         'encoder_head_dim': 32,
         'encoder_mlp_dim': 384,
     },
-    't5gemma2': {'window': 6, 'full_every': 3, 'eoi_id': 7},
+    't5gemma2': {
+        'window': 6,
+        'full_every': 3,
+        'eoi_id': 7,
+        'encoder_num_heads': 16,
+        'encoder_num_kv_heads': 2,
+        'encoder_head_dim': 64,
+        'encoder_mlp_dim': 384,
+    },
 }
 # A mesh, microbatches, remat, scan.
 WAYS = [
