@@ -571,6 +571,7 @@ def config_on(mesh, module, **settings):
     config = run_config(data, model_axis, fsdp, module=module, **settings)
     config.model.options.update(SIZES[module])
     config.optimizer.multiply_by_parameter_scale = False  # norms are around 0
+    config.learning_rate.base_learning_rate = 0.001  # so the rate is absolute
     return config
 
 
