@@ -49,32 +49,8 @@ NAMES = {
     'mlp/wo/kernel': 'mlp.down_proj',
     'mlp/post_mlp_layer_norm/scale': 'post_feedforward_layernorm',
 }
-# config.json of a stack: transformers' name -> ours.
-SIZES = {
-    'vocab_size': 'vocab_size',
-    'hidden_size': 'emb_dim',
-    'intermediate_size': 'mlp_dim',
-    'num_attention_heads': 'num_heads',
-    'head_dim': 'head_dim',
-    'num_key_value_heads': 'num_kv_heads',
-    'num_hidden_layers': 'num_layers',
-}
-# The same and the default; null is 0 here. T5Gemma 2 has no caps.
-NUMBERS = {
-    'query_pre_attn_scalar': ('query_pre_attn_scalar', 256.0),
-    'attn_logit_softcapping': ('attention_cap', 50.0),
-    'final_logit_softcapping': ('logits_cap', 30.0),
-    'sliding_window': ('window', 4096),
-}
-FIXED: dict[str, setting.Value] = {
-    'attention_bias': False,
-    'bos_token_id': 2,
-    'hidden_activation': 'gelu_pytorch_tanh',
-    'rms_norm_eps': 1e-6,
-}
 LAYER_TYPES = ('sliding_attention', 'full_attention')
 FULL_EVERY = {T5GEMMA: 2, T5GEMMA2: 6}  # without layer_types
-OF_ENCODER = ('emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'num_kv_heads')  # options encoder_*
 FLAX_ATTENTIONS = {'attn': 'self_attn', 'cross_attn': 'cross_attn'}
 FLAX_NORMS = {
     'pre_attention_norm': 'pre_self_attn',
@@ -142,42 +118,60 @@ def read(
 
 
 def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool) -> model.T5Config:
-    """Return the T5Config of config.json, whose sizes are those of the arrays."""
+    """Return the T5Config of the arrays and of config.json. Raise Refused if these disagree."""
     module = settings['model_type']
     encoder = settings.get('encoder') or {}
     options: dict[str, Any] = {}
     if module == T5GEMMA2:
         options['eoi_id'] = encoder.get('eoi_token_index', 256_000)
         encoder = encoder.get('text_config') or {}
-    of_encoder = _stack(module, 'encoder', encoder, stored)
-    of_decoder = dict(of_encoder, num_layers=0)
+    given = {'encoder': encoder}
     if not is_encoder:
-        of_decoder = _stack(module, 'decoder', settings.get('decoder') or {}, stored)
-    num_encoder_layers = of_encoder.pop('num_layers')
-    num_decoder_layers = of_decoder.pop('num_layers')
-    for name, value in of_decoder.items():
-        if name in OF_ENCODER:
-            options[f'encoder_{name}'] = of_encoder[name] * (of_encoder[name] != value)
-        else:
-            check_allowed(f'encoder.{name}', of_encoder[name], value, None, (value,))
-    rate = settings.get('dropout_rate', 0.0)  # one for attention, too
-    check_allowed('attention_dropout', settings.get('attention_dropout', rate), rate, None, (rate,))
+        given['decoder'] = settings.get('decoder') or {}
+    # The arrays tell the sizes, and the encoder's settings what both stacks have.
+    sizes = {stack: _sizes(stack, of_stack, stored) for stack, of_stack in given.items()}
+    num_layers = {f'num_{stack}_layers': x.pop('num_layers') for stack, x in sizes.items()}
+    main = sizes.get('decoder', sizes['encoder'])
+    for name, size in sizes['encoder'].items():
+        if size != main[name]:
+            options[f'encoder_{name}'] = size
+    options['num_kv_heads'] = main.pop('num_kv_heads')
+    caps = (50.0, 30.0) if module == T5GEMMA else (None, None)
+    options['attention_cap'] = encoder.get('attn_logit_softcapping', caps[0]) or 0
+    options['logits_cap'] = encoder.get('final_logit_softcapping', caps[1]) or 0
+    options['window'] = encoder.get('sliding_window', 4096) or 0
+    scalars = {x: of_stack.get('query_pre_attn_scalar', 256) for x, of_stack in given.items()}
+    if scalars != {x: of_stack['head_dim'] for x, of_stack in sizes.items()}:
+        options['query_pre_attn_scalar'] = scalars['encoder']
+    options['full_every'] = encoder.get('sliding_window_pattern') or FULL_EVERY[module]
+    if LAYER_TYPES[True] in (encoder.get('layer_types') or ()):
+        options['full_every'] = encoder['layer_types'].index(LAYER_TYPES[True]) + 1
+    ropes = [_rope(module, of_stack) for of_stack in given.values()]
     config = model.T5Config(
-        **{name: of_decoder.pop(name) for name in ('vocab_size', *OF_ENCODER[:4])},
+        **{'num_decoder_layers': 0, **num_layers},
+        **main,
         dtype='float32',
-        num_encoder_layers=num_encoder_layers,
-        num_decoder_layers=num_decoder_layers,
         mlp_activations=('gelu', 'linear'),
-        dropout_rate=rate,
+        dropout_rate=settings.get('dropout_rate', 0.0),
         logits_via_embedding=is_tied,
         float32_attention_logits=False,
         relpos_bias_per_layer=False,
     )
-    return own_model.as_family(config, module, options | of_decoder)
+    config = own_model.as_family(config, module, options | ropes[0])
+    # What else config.json says is what ours would say.
+    expected = stacks_of(config)
+    for stack, of_stack in given.items():
+        for name in of_stack.keys() & expected[stack].keys() - {'rope_parameters'}:
+            value = expected[stack][name]
+            if of_stack[name] != value and not (name == 'layer_types' and of_stack[name] is None):
+                raise Refused(f'{stack}.{name}={of_stack[name]!r}: must be {value!r}')
+    if ropes[0] != ropes[-1]:
+        raise Refused(f'the stacks have the periods {ropes}: must be equal')
+    return config
 
 
-def _stack(module: str, stack: str, given: Mapping, stored: Mapping) -> dict[str, Any]:
-    """Return {our name: value} of a stack in config.json. Raise Refused if the arrays have other sizes."""
+def _sizes(stack: str, given: Mapping, stored: Mapping) -> dict[str, Any]:
+    """Return {our name: size} of a stack."""
     head_dim = given.get('head_dim', 256)
     check_allowed(f'{stack}.head_dim', head_dim, 256, setting.SIZE)
     table = f'{stack}.embed_tokens.weight'
@@ -186,36 +180,20 @@ def _stack(module: str, stack: str, given: Mapping, stored: Mapping) -> dict[str
     sources = [table]
     for name in ('self_attn.q_proj', 'self_attn.k_proj', 'mlp.gate_proj'):
         sources.append(f'{stack}.layers.0.{name}.weight')
-    missing = [name for name in sources if name not in stored]
-    if missing:
-        raise Refused(f'the folder has no {missing[0]}: copy it again')
-    (V, D), (a, _), (num_columns, _), (F, _) = [stored[name].shape for name in sources]
+    for name in sources:
+        if name not in stored:
+            raise Refused(f'the folder has no {name}: copy it again')
+    (V, D), (num_queries, _), (num_keys, _), (F, _) = [stored[name].shape for name in sources]
     numbers = {name.split('.')[2] for name in stored if name.startswith(f'{stack}.layers.')}
-    sizes = (V, D, F, a // head_dim, head_dim, num_columns // head_dim, len(numbers))
-    found: dict[str, Any] = {}
-    for theirs, size in zip(SIZES, sizes, strict=True):
-        check_allowed(f'{stack}.{theirs}', given.get(theirs, size), size, None, (size,))
-        found[SIZES[theirs]] = size
-    for name, value in FIXED.items():
-        check_allowed(f'{stack}.{name}', given.get(name, value), value, None, (value,))
-    for theirs, (ours, default) in NUMBERS.items():
-        if module == T5GEMMA2 and theirs.endswith('softcapping'):
-            default = 0.0
-        found[ours] = given.get(theirs, default) or 0
-        check_allowed(f'{stack}.{theirs}', found[ours], default, None)
-    if found['query_pre_attn_scalar'] == head_dim:
-        found['query_pre_attn_scalar'] = 0
-    found['full_every'] = given.get('sliding_window_pattern') or FULL_EVERY[module]
-    types = given.get('layer_types') or layer_types(len(numbers), found['full_every'])
-    if LAYER_TYPES[True] in types:
-        found['full_every'] = types.index(LAYER_TYPES[True]) + 1
-    if types != layer_types(len(numbers), found['full_every']):
-        raise Refused(f'layer_types={types}: the full ones must be the last of every few')
-    return found | _rope(module, given)
-
-
-def layer_types(num_layers: int, full_every: int) -> list[str]:
-    return [LAYER_TYPES[i % full_every == 0] for i in range(1, num_layers + 1)]
+    return {
+        'vocab_size': V,
+        'emb_dim': D,
+        'mlp_dim': F,
+        'head_dim': head_dim,
+        'num_heads': num_queries // head_dim,
+        'num_kv_heads': num_keys // head_dim,
+        'num_layers': len(numbers),
+    }
 
 
 def _rope(module: str, given: Mapping) -> dict[str, float]:
@@ -256,34 +234,18 @@ def settings_of(config: model.T5Config) -> dict:
             f'mlp_activations={config.mlp_activations}, num_decoder_layers={config.num_decoder_layers}, '
             f'logits_via_embedding={is_tied}: transformers has no such {config.module}: use --format=t5x'
         )
-    common = dict.fromkeys(('dropout_rate', 'attention_dropout'), config.dropout_rate)
-    stacks = {}
-    of_encoder = config.family.encoder_config(config)
-    for stack, c in (('encoder', of_encoder), ('decoder', config)):
-        ours = own_model.as_settings(c) | own_model.as_dict(c.options)
-        ours['num_layers'] = ours[f'num_{stack}_layers']
-        ours['query_pre_attn_scalar'] = int(ours['query_pre_attn_scalar'] or c.head_dim)
-        rope = {'rope_theta': ours['rope_theta'], 'rope_type': 'default'}
-        model_type = 't5_gemma_module'
-        if config.module == T5GEMMA2:
-            full = {'rope_theta': ours['full_rope_theta'], 'rope_type': 'default'}
-            if ours['full_rope_factor'] != 1:
-                full |= {'rope_type': 'linear', 'factor': ours['full_rope_factor']}
-            rope = {'full_attention': full, 'sliding_attention': rope}
-            model_type = 't5gemma2_text' if stack == 'encoder' else 't5gemma2_decoder'
-        stacks[stack] = {
-            **{theirs: ours[name] for theirs, name in SIZES.items()},
-            **{theirs: ours[name] or None for theirs, (name, _) in NUMBERS.items()},
-            **FIXED,
-            **common,
-            'layer_types': layer_types(ours['num_layers'], ours['full_every']),
-            'model_type': model_type,
-            'rope_parameters': rope,
-        }
+    stacks = stacks_of(config)
+    settings = {
+        'architectures': [ARCHITECTURES[config.module]],
+        'model_type': config.module,
+        'tie_word_embeddings': is_tied,
+    }
+    for name in ('vocab_size', 'dropout_rate', 'attention_dropout'):
+        settings[name] = stacks['decoder'][name]
     if config.module == T5GEMMA2:
-        eoi_id = ours['eoi_id']
+        eoi_id = own_model.as_dict(config.options)['eoi_id']
         images = {'eoi_token_index': eoi_id, 'image_token_index': eoi_id + 1}
-        common |= images
+        settings |= images
         stacks['encoder'] = {
             'boi_token_index': eoi_id - 1,
             'model_type': 't5gemma2_encoder',
@@ -292,9 +254,47 @@ def settings_of(config: model.T5Config) -> dict:
             'vision_config': {'model_type': 'siglip_vision_model', 'num_hidden_layers': 1},
             **images,
         }
-    common['tie_word_embeddings'] = is_tied
-    kind = {'architectures': [ARCHITECTURES[config.module]], 'model_type': config.module}
-    return {**kind, 'vocab_size': config.vocab_size, **common, **stacks}
+    return settings | stacks
+
+
+def stacks_of(config: model.T5Config) -> dict[str, dict]:
+    """Return what config.json says about each stack."""
+    stacks = {}
+    num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
+    for stack, c in (('encoder', config.family.encoder_config(config)), ('decoder', config)):
+        o: Any = c.options
+        layers = range(1, num_layers[stack] + 1)
+        rope = {'rope_theta': o.rope_theta, 'rope_type': 'default'}
+        model_type = 't5_gemma_module'
+        if config.module == T5GEMMA2:
+            full = {'rope_theta': o.full_rope_theta, 'rope_type': 'default'}
+            if o.full_rope_factor != 1:
+                full |= {'rope_type': 'linear', 'factor': o.full_rope_factor}
+            rope = {'full_attention': full, 'sliding_attention': rope}
+            model_type = 't5gemma2_text' if stack == 'encoder' else 't5gemma2_decoder'
+        stacks[stack] = {
+            'attention_bias': False,
+            'attention_dropout': c.dropout_rate,
+            'attn_logit_softcapping': o.attention_cap or None,
+            'bos_token_id': 2,
+            'dropout_rate': c.dropout_rate,
+            'final_logit_softcapping': o.logits_cap or None,
+            'head_dim': c.head_dim,
+            'hidden_activation': 'gelu_pytorch_tanh',
+            'hidden_size': c.emb_dim,
+            'intermediate_size': c.mlp_dim,
+            'layer_types': [LAYER_TYPES[i % o.full_every == 0] for i in layers],
+            'model_type': model_type,
+            'num_attention_heads': c.num_heads,
+            'num_hidden_layers': num_layers[stack],
+            'num_key_value_heads': o.num_kv_heads,
+            'query_pre_attn_scalar': int(o.query_pre_attn_scalar or c.head_dim),
+            'rms_norm_eps': 1e-6,
+            'rope_parameters': rope,
+            'sliding_window': o.window,
+            'vocab_size': c.vocab_size,
+        }
+    return stacks
 
 
 def from_flax(

@@ -547,7 +547,15 @@ SIZES = {
         'encoder_head_dim': 32,
         'encoder_mlp_dim': 384,
     },
-    't5gemma2': {'window': 6, 'full_every': 3, 'eoi_id': 7},
+    't5gemma2': {
+        'window': 6,
+        'full_every': 3,
+        'eoi_id': 7,
+        'encoder_num_heads': 16,
+        'encoder_num_kv_heads': 2,
+        'encoder_head_dim': 64,
+        'encoder_mlp_dim': 384,
+    },
 }
 # A mesh, microbatches, remat, scan.
 WAYS = [
@@ -563,6 +571,7 @@ def config_on(mesh, module, **settings):
     config = run_config(data, model_axis, fsdp, module=module, **settings)
     config.model.options.update(SIZES[module])
     config.optimizer.multiply_by_parameter_scale = False  # norms are around 0
+    config.learning_rate.base_learning_rate = 0.001  # so the rate is absolute
     return config
 
 
