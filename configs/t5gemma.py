@@ -60,6 +60,7 @@ def get_config(size: str = '2b'):
     config.data.inputs = '{inputs}'
     config.data.targets = '{targets}'
     config.data.extra_ids = 0
+    config.data.sentinels = '<unused{}>'
     config.loss.loss_normalizing_factor = 'NUM_REAL_TARGET_TOKENS'
     config.optimizer.multiply_by_parameter_scale = False
     config.learning_rate.base_learning_rate = 2e-5

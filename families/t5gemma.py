@@ -47,6 +47,9 @@ class Options:
     encoder_num_kv_heads: int = option(0, 'Of the encoder.')
     encoder_head_dim: int = option(0, 'Of the encoder.')
     encoder_mlp_dim: int = option(0, 'Of the encoder.')
+    bos: bool = option(True, 'Whether inputs begin with id 2.', None)
+    eos: bool = option(False, 'Whether inputs end with EOS.', None)
+    more_ends: tuple = option((), 'Ids that end an answer, besides EOS.', None)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -213,6 +216,14 @@ def flops(c, S, T):
     return total + c.num_decoder_layers * cross
 
 
+def ends(c, t5_ends):
+    """Return the special ids around inputs and answers."""
+    o = c.options
+    answers = (*t5_ends.answers, *o.more_ends)
+    inputs = ((START_ID,) * o.bos, t5_ends.answers * o.eos)
+    return t5_ends._replace(answers=answers, inputs=inputs, start=START_ID)
+
+
 def modules(family):
     """Return T5Gemma."""
 
@@ -244,6 +255,7 @@ def modules(family):
         parts=parts,
         specs=(*family.specs, (r'encoder/token_embedder/embedding', P('model', 'fsdp'))),
         encoder_config=encoder_config,
+        ends=ends,
         period=lambda c: c.options.full_every,
         check_mesh=check_mesh,
         flops=flops,

@@ -13,11 +13,14 @@ import numpy as np
 
 import checkpoint
 import model
+import paths
 from configs import check, setting
 from configs.setting import check_allowed
 from formats import own_model
 from formats.names import inverse, translate
 from messages import Refused
+from paths import AnyPath
+from vocabulary import EOS_ID
 
 T5GEMMA = 't5gemma'  # model_type, and the family
 T5GEMMA2 = 't5gemma2'
@@ -85,11 +88,12 @@ def parameter_names(config: model.T5Config, prefix: str = '') -> dict[str, str]:
 
 
 def read(
-    settings: Mapping, entries: Mapping[str, Any], is_encoder: bool
+    settings: Mapping, entries: Mapping[str, Any], is_encoder: bool, ends: Mapping[str, Any] = {}
 ) -> tuple[model.T5Config, dict[str, Any], str]:
     """Return the config, the arrays by the names of `parameter_names`, and what is left out, or ''.
 
-    `settings`: of config.json; `entries`: {transformers' name: array not read yet}. Raises Refused if they disagree.
+    `settings`: of config.json; `entries`: {transformers' name: array not read yet}; `ends`: see `ends_of`. Raises Refused
+    if they disagree.
     """
     images = [name for name in entries if IMAGES.fullmatch(name)]
     stored = {}
@@ -114,14 +118,16 @@ def read(
     note = ''
     if images:
         note = f'{len(images)} arrays of images, such as {images[0]}, are left out'
-    return _config(settings, stored, is_encoder, is_tied), stored, note
+    return _config(settings, stored, is_encoder, is_tied, ends), stored, note
 
 
-def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool) -> model.T5Config:
+def _config(
+    settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool, ends: Mapping
+) -> model.T5Config:
     """Return the T5Config of the arrays and of config.json. Raise Refused if these disagree."""
     module = settings['model_type']
     encoder = settings.get('encoder') or {}
-    options: dict[str, Any] = {}
+    options = dict(ends)
     if module == T5GEMMA2:
         options['eoi_id'] = encoder.get('eoi_token_index', 256_000)
         encoder = encoder.get('text_config') or {}
@@ -168,6 +174,20 @@ def _config(settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool)
     if ropes[0] != ropes[-1]:
         raise Refused(f'the stacks have the periods {ropes}: must be equal')
     return config
+
+
+def ends_of(folder: AnyPath, settings: Mapping) -> dict[str, Any]:
+    """Return the options of the special ids around inputs and answers, as the files beside config.json have them."""
+    beside = {}
+    for name in ('tokenizer', 'generation'):
+        file = folder / f'{name}_config.json'
+        beside[name] = paths.read_json(file) if paths.is_file(file) else {}
+    eos = beside['generation'].get('eos_token_id') or settings.get('eos_token_id') or EOS_ID
+    return {
+        'bos': beside['tokenizer'].get('add_bos_token', True),
+        'eos': beside['tokenizer'].get('add_eos_token', False),
+        'more_ends': [i for i in np.atleast_1d(eos).tolist() if i != EOS_ID],
+    }
 
 
 def _sizes(stack: str, given: Mapping, stored: Mapping) -> dict[str, Any]:

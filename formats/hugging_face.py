@@ -285,10 +285,12 @@ def read_index(
         for entry in entries.values():
             check_array(entry)
         with named(str(config_file)):
-            config, stored, note = gemma.read(settings, entries, is_encoder)
+            ends = gemma.ends_of(folder, settings)
+            config, stored, note = gemma.read(settings, entries, is_encoder, ends)
         notes = [note] if note else []
         if config.num_decoder_layers:
-            notes += _notes_of_generation(folder, settings)
+            ids = {'decoder_start_token_id': 2, 'eos_token_id': [1, *ends['more_ends']]}
+            notes += _notes_of_generation(folder, settings | ids)
         targets = _by_path(folder, stored, gemma.parameter_names(config))
         return config, targets, '; '.join(notes)
     arrays = _read_headers(folder, files)
