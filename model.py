@@ -524,13 +524,6 @@ class DecoderLayer(hk.Module):
     index: int  # in the stack; in a scan, in its period
     name: str
 
-    @hk.name_like('__call__')
-    def shared(self, segments_bT):
-        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
-        positions_T = jnp.arange(segments_bT.shape[1])
-        mask = segment_mask(segments_bT, segments_bT, causal=True)
-        return mask, Positions(positions_T, positions_T)
-
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache
     ):
