@@ -119,11 +119,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         # Removes unfinished saves, which may fill the disk.
         saver = checkpoint.Saver(folder, config.save.dtype, prune=lambda: kept.prune())
         with terminal.working('Preparing the vocabulary'):
-            texts = training_texts(text.training)
-            vocabulary = find_or_train_vocabulary(
-                config.data, folder, texts, config.model.vocab_size, begin.vocabulary_model
-            )
-        vocabulary.ends = spec.model_config.family.ends(spec.model_config, vocabulary.ends)
+            vocabulary = open_vocabulary(config, spec, text, begin, folder)
         resolved = resolve_settings(config, spec, text.training, vocabulary, begin, needed.shapes)
         with terminal.working('Opening the text'):
             training, held_out = open_streams(config, spec, vocabulary, text)
@@ -189,6 +185,22 @@ def open_text(config: ConfigDict) -> Text:
         answered = task_metrics.open_tasks(config.data, config.infer_eval, config.decode)
     checks.check_mixture(mixture, held_out, config.train.epochs)
     return Text(mixture, held_out, answered)
+
+
+def open_vocabulary(
+    config: ConfigDict,
+    spec: train.StepSpec,
+    text: Text,
+    begin: start.Start,
+    folder: paths.AnyPath,
+) -> Vocabulary:
+    """Return the vocabulary of a run, found or trained, with the ends that the model's family wants."""
+    texts = training_texts(text.training)
+    vocabulary = find_or_train_vocabulary(
+        config.data, folder, texts, config.model.vocab_size, begin.vocabulary_model
+    )
+    vocabulary.ends = spec.model_config.family.ends(spec.model_config, vocabulary.ends)
+    return vocabulary
 
 
 def resolve_settings(
