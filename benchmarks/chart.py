@@ -29,7 +29,7 @@ text { font: 11px sans-serif; fill: #333; }
 
 
 class Point(NamedTuple):
-    step: int
+    step: float
     value: float
 
 

@@ -15,11 +15,13 @@ def command(config: str, workdir: Path, settings: Mapping[str, Any]) -> list[str
 
 def last_metrics(workdir: Path, name: str) -> dict[str, Any]:
     """Return the last values that a run has of an evaluation. Raises ValueError if it has none."""
-    found = None
-    for line in (workdir / 'metrics.jsonl').read_text().splitlines():
-        values = json.loads(line)
-        if values['run'] == name:
-            found = values
-    if found is None:
+    found = lines_of(workdir, name)
+    if not found:
         raise ValueError(f'{workdir} has no metrics of {name}: delete the folder and start again')
-    return found
+    return found[-1]
+
+
+def lines_of(workdir: Path, name: str) -> list[dict[str, Any]]:
+    """Return the lines that a run has of an evaluation, or of 'train'."""
+    lines = map(json.loads, (workdir / 'metrics.jsonl').read_text().splitlines())
+    return [line for line in lines if line['run'] == name]

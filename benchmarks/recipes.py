@@ -1,11 +1,12 @@
 """Small recipes of configs/ run to their ends, each with its score and time: rows of docs/results.md.
 
-    python benchmarks/recipes.py [--folder=runs/recipes] [--only=REGEX] [--seeds=1]
+    python benchmarks/recipes.py [--folder=runs/recipes] [--only=REGEX] [--seeds=1] [--svg=FILE]
 
 All start from nothing, from this Python's documentation or from questions that are made here, and take minutes on
 two cores. A recipe that starts from another one needs it in --folder; a run that is finished there is not
 repeated. Prints a row of Markdown for each: what was run, the steps, the minutes and the numbers after the last
-step, the mean over the seeds with their range.
+step, the mean over the seeds with their range. --svg draws the training losses of up to four recipes, over steps and
+over seconds, as means over the seeds.
 """
 
 import csv
@@ -20,11 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chart
 import main_runs
+import numpy as np
 import turns
 from absl import app, flags
 
 ROOT = Path(__file__).resolve().parents[1]
+CLASSES = ('first', 'second', 'third', 'fourth')  # of curves
 NUM_QUESTIONS = 2000
 NAMES = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
 CITIES = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Lagos', 'Delhi', 'Turin')
@@ -35,6 +39,7 @@ flags.DEFINE_string(
     'only', '^(?!g2p)', "Regular expression of the recipes that are run; '^g2p' takes hours."
 )
 flags.DEFINE_integer('seeds', 1, 'Seeds of each recipe: 0, 1, ...', lower_bound=1)
+flags.DEFINE_string('svg', '', 'A figure of the training losses.')
 
 
 class Recipe(NamedTuple):
@@ -70,9 +75,16 @@ TASKS = [
 ]
 """
 SWITCH = {'model.module': 'switch', 'model.options.num_experts': 8}
+GROUPED = {'model.module': 'grouped_heads', 'model.options.num_kv_heads': 2}
+SPANS = [LOSS.format(task='span_corruption')]
 RECIPES = {
-    'tiny': Recipe('tiny.py', {}, [LOSS.format(task='span_corruption')]),
-    'switch': Recipe('tiny.py', SWITCH, [LOSS.format(task='span_corruption')]),
+    'tiny': Recipe('tiny.py', {}, SPANS),
+    'switch': Recipe('tiny.py', SWITCH, SPANS),
+    'gemma': Recipe('t5gemma.py:tiny', {}, SPANS),
+    'gemma part, rotary': Recipe('tiny.py', {'model.module': 'rotary'}, SPANS),
+    'gemma part, post-norms': Recipe('tiny.py', {'model.module': 'post_norms'}, SPANS),
+    'gemma part, caps': Recipe('tiny.py', {'model.module': 'soft_caps'}, SPANS),
+    'gemma part, grouped heads': Recipe('tiny.py', GROUPED, SPANS),
     'ul2': Recipe('ul2.py:tiny', {}, [LOSS.format(task='ul2')]),
     'summaries': Recipe(
         'finetune_pydoc.py',
@@ -176,10 +188,14 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder)
     turns.print_header('recipe', 'config', 'steps', 'minutes', 'score')
+    over_steps = []
+    over_seconds = []
     for name, recipe in RECIPES.items():
         if not re.search(FLAGS.only, name):
             continue
         scores = []
+        losses = []
+        seconds_of_steps = []
         for seed in range(FLAGS.seeds):
             workdir = folder / f'{name.replace(" ", "_")}_{seed}'
             run(recipe, workdir, seed, folder)
@@ -188,6 +204,9 @@ def main(argv: list[str]) -> None:
                 evaluation, _, tag = metric.partition(':')
                 values.append(main_runs.last_metrics(workdir, evaluation)[tag])
             scores.append(values)
+            lines = main_runs.lines_of(workdir, 'train')
+            losses.append([line['nats_per_token'] for line in lines])
+            seconds_of_steps.append(np.cumsum([line['timing/seconds'] for line in lines]))
         cells = []
         for metric, *values in zip(recipe.metrics, *scores, strict=True):
             cells.append(f'{re.split("[:/]", metric)[-1]} {describe(values)}')
@@ -195,6 +214,22 @@ def main(argv: list[str]) -> None:
         steps = max(int(path.name.partition('_')[2]) for path in workdir.glob('checkpoint_*'))
         minutes = f'{seconds / 60:.1f}'
         turns.print_row(name, f'`{recipe.config}`', f'{steps:,}', minutes, '; '.join(cells))
+        mean_losses = np.mean(losses, axis=0).tolist()
+        over_steps.append((name, [line['step'] for line in lines], mean_losses))
+        over_seconds.append((name, np.mean(seconds_of_steps, axis=0).tolist(), mean_losses))
+    if FLAGS.svg:
+        panels = [panel('nats per target token, over steps', over_steps)]
+        panels.append(panel('over seconds of training', over_seconds))
+        Path(FLAGS.svg).write_text(chart.svg(*panels))
+
+
+def panel(title: str, recipes: Sequence[tuple[str, Sequence, Sequence]]) -> chart.Panel:
+    """Return a panel of curves: the name of each, its places and its losses."""
+    curves = []
+    for css_class, (name, places, losses) in zip(CLASSES, recipes, strict=False):
+        points = [chart.Point(*point) for point in zip(places, losses, strict=True)]
+        curves.append(chart.Curve(name, css_class, points))
+    return chart.Panel(title, curves, curves_fall=True)
 
 
 def write_data(folder: Path) -> None:

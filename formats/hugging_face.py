@@ -9,7 +9,7 @@ torch's Linear keeps a kernel transposed; token table and norms have the same sh
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -289,8 +289,7 @@ def read_index(
             config, stored, note = gemma.read(settings, entries, is_encoder, ends)
         notes = [note] if note else []
         if config.num_decoder_layers:
-            ids = {'decoder_start_token_id': 2, 'eos_token_id': [1, *ends['more_ends']]}
-            notes += _notes_of_generation(folder, settings | ids)
+            notes += _notes_of_generation(folder, settings, {'eos_token_id'})
         targets = _by_path(folder, stored, gemma.parameter_names(config))
         return config, targets, '; '.join(notes)
     arrays = _read_headers(folder, files)
@@ -343,13 +342,13 @@ def _by_path(
     return by_path
 
 
-def _notes_of_generation(folder: Path, config: Mapping) -> list[str]:
-    """Name the settings of generation_config.json that give other answers than our defaults."""
+def _notes_of_generation(folder: Path, config: Mapping, read: Set[str] = frozenset()) -> list[str]:
+    """Name the settings of generation_config.json, but those that are `read`, that give other answers than our defaults."""
     file = folder / 'generation_config.json'
     if not paths.is_file(file):
         return []
     settings = paths.read_json(file)
-    ignored: set[str] = set()
+    ignored = set(read)
     if settings.get('num_beams') in (None, 1):
         ignored |= OF_BEAMS
     if settings.get('do_sample'):

@@ -40,6 +40,7 @@ from formats.names import translate
 from messages import Refused
 from modes import convert
 from prepare import make_spec
+from vocabulary import Ends
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
 ROOT = pathlib.Path(__file__).parents[2]
@@ -447,6 +448,16 @@ def test_a_config_that_is_refused(changes, named, tmp_path):
     with pytest.raises(Refused) as error:
         infer.load(folder)
     assert named in str(error.value) and '\n' not in str(error.value)
+
+
+def test_special_ids_of_the_files_beside(tmp_path, caplog):
+    folder = shutil.copytree(GOLDEN / 't5gemma/hf', tmp_path / 'hf')
+    (folder / 'generation_config.json').write_text('{"eos_token_id": [1, 8]}')
+    (folder / 'tokenizer_config.json').write_text('{"add_bos_token": false, "add_eos_token": true}')
+    assert infer.load(folder).ends == Ends(answers=(1, 8), inputs=((), (1,)), start=2)
+    assert 'generation_config' not in caplog.text
+    plain = load('t5gemma').ends
+    assert plain == Ends(answers=(1,), inputs=((2,), ()), start=2)
 
 
 def test_heads_that_share_no_keys():
