@@ -40,7 +40,7 @@ def get_config(size: str = '2b'):
     if size in ('small', 'tiny'):
         return from_nothing(size)
     if size not in SIZES:
-        raise Refused(f'size {size!r}: use small, tiny or one of {", ".join(SIZES)}')
+        raise Refused(f'size {size!r}: use small or tiny, or use one of {", ".join(SIZES)}')
     config = finetune.get_config('t5_1_1:base')
     config.model.module = 't5gemma'
     config.model.update(SIZES[size])
