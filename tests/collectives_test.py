@@ -106,6 +106,7 @@ def programs(file):
 
     models = [('', {})]
     models += [('switch', {'split_experts': axis, 'sparse_step': 1}) for axis in ('model', 'fsdp')]
+    models.append(('t5gemma', {'num_kv_heads': 1}))  # fewer heads of keys than devices
     if file.startswith('families/'):
         models.reverse()
     decodings = [
