@@ -608,7 +608,7 @@ def on_one_device(module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('module', SIZES)
-@pytest.mark.parametrize('mesh, num_microbatches, remat, scan_layers', first_in_ci(WAYS, 3))
+@pytest.mark.parametrize('mesh, num_microbatches, remat, scan_layers', first_in_ci(WAYS))
 def test_the_same_in_all_ways(module, mesh, num_microbatches, remat, scan_layers):
     """Losses and the state after three steps, with dropout; a scan takes a rest of layers."""
     losses, state = on_one_device(module)
