@@ -115,13 +115,14 @@ def default_hooks() -> list[Hook]:
 
     Saving comes last: a run that resumes from the checkpoint has the log and the evaluations.
     """
-    return [
-        Hook('check finite', lambda run: any(x.is_due(run) for x in run.hooks[1:]), check_finite),
+    others = [
         Hook('log', lambda run: run.is_shown or run.is_due(run.log_every_steps), log),
         Hook('evaluate', lambda run: len(due_evaluations(run)) > 0, evaluate),
         Hook('stop early', lambda run: len(due_evaluations(run)) > 0, stop_early),
         Hook('save', lambda run: run.stop.signal or run.is_due(run.save_every_steps), save),
     ]
+    check = Hook('check finite', lambda run: any(x.is_due(run) for x in others), check_finite)
+    return [check, *others]
 
 
 class Evaluation(Protocol):

@@ -43,7 +43,7 @@ LAYERS = (
 CORE = {
     'main': 77,
     'train': 235,
-    'loop': 299,
+    'loop': 300,
     'model': 865,
     'family': 90,
     'kernels': 260,

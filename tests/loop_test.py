@@ -76,7 +76,16 @@ class Loop:
         self.config = config
         self.seen = []  # the evaluations, in their order
 
-    def run(self, evaluations=(), losses=(), step=0, end=None, stop=lambda: 0, take=take_step):
+    def run(
+        self,
+        evaluations=(),
+        losses=(),
+        step=0,
+        end=None,
+        stop=lambda: 0,
+        take=take_step,
+        hooks=(),
+    ):
         """Train from `step` on. Return the number of the signal."""
         config = self.config
         opened = tasks.open.open_mixture(config.data)
@@ -116,6 +125,7 @@ class Loop:
             state=state_of_step(step),
             interval=Interval(),
             end=end,
+            hooks=[*hooks, *loop.default_hooks()],
         )
         self.prepared = run
         return loop.train(run, stop)
@@ -156,6 +166,15 @@ def test_what_is_due_when(make, settings, evaluate_every, logged, evaluated, sav
     assert run.steps_of('train') == logged
     assert run.steps_of('training_eval/a') == evaluated
     assert checkpoint.steps(run.folder) == saved
+
+
+def test_a_hook_before_the_others(make):
+    seen = []
+    own = loop.Hook('own', lambda run: run.step == 3, lambda run: seen.append(run.step))
+    run = make()
+    assert run.run(hooks=[own]) == 0
+    assert seen == [3]
+    assert run.steps_of('train') == [2, 4, 6, 8]
 
 
 def test_a_signal_stops_after_its_step(make):
