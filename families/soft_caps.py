@@ -20,8 +20,9 @@ class Options:
     )
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if name in ('attention_cap', 'logits_cap') and value < 0:
+        for name in ('attention_cap', 'logits_cap'):
+            value = getattr(self, name)
+            if value < 0:
                 raise Refused(f'model.options.{name}={value}: use 0 or more')
 
 
