@@ -29,7 +29,6 @@ from families.t5gemma import option
 class Options(t5gemma.Options):
     attention_cap: float = option(0.0, 'Of the scores; 0: none.')
     logits_cap: float = option(0.0, 'Of the logits; 0: none.')
-    window: int = option(512, 'The first distance that a target does not see.', setting.SIZE)
     full_every: int = option(6, 'Layers per layer without a window.', setting.SIZE)
     encoder_emb_dim: int = option(0, 'Both stacks have one width.', setting.Range(0, 0))
     full_rope_theta: float = option(1e6, 'rope_theta without a window.', setting.POSITIVE)
@@ -151,18 +150,13 @@ def flops(c, S, T):
 
 def modules(family):
     """Return T5Gemma 2."""
-    family = t5gemma.modules(family)
-    parts = dataclasses.replace(
-        family.parts,
+    family = t5gemma.modules(
+        family,
         embedder=embed,
         encoder=model.Encoder,  # without a table of its own
         decoder=Decoder,
         decoder_layer=DecoderLayer,
         attention=Attention,
     )
-    return dataclasses.replace(
-        family,
-        parts=parts,
-        specs=(*family.specs, (r'token_embedder/eoi_embedding', P(None))),
-        flops=flops,
-    )
+    specs = (*family.specs, (r'token_embedder/eoi_embedding', P(None)))
+    return dataclasses.replace(family, specs=specs, flops=flops)
