@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 import tasks.names
 import tasks.open
+from formats import own_model
 from formats.vocabulary import mark_sentinels, named_vocabulary
 from messages import Refused
 from modes import process
@@ -31,14 +32,20 @@ WIDTH = 100
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
     process.end_with_reader()
-    lines = describe(config.data, flags.split, flags.examples, flags.vocabulary)
+    vocabulary = None
+    if flags.vocabulary:
+        vocabulary = named_vocabulary('--vocabulary', flags.vocabulary, config.data.extra_ids)
+        mark_sentinels(vocabulary, config.data.sentinels)
+        model_config = own_model.load(config.model)
+        vocabulary.ends = model_config.family.ends(model_config, vocabulary.ends)
+    lines = describe(config.data, flags.split, flags.examples, vocabulary)
     signals.begin_work()
     process.print_lines(lines, sys.stdout)
     return 0
 
 
 def describe(
-    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: str = ''
+    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: Vocabulary | None = None
 ) -> Iterator[str]:
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
@@ -49,7 +56,7 @@ def describe(
     if split:
         check_split(split)
     found = tasks.open.find(config) if config.task else None
-    if (split or num_examples or vocabulary) and not isinstance(found, Task):
+    if (split or num_examples or vocabulary is not None) and not isinstance(found, Task):
         raise Refused(f'--split, --examples and --vocabulary need a task, not {config.task!r}')
     if found is None:
         return list_of(groups(config.module))
@@ -186,7 +193,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
 
 
 def describe_task(
-    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary_name: str
+    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary: Vocabulary | None
 ) -> Iterator[str]:
     """Yield what a task is, and some of its examples. Raises Refused if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
@@ -195,10 +202,6 @@ def describe_task(
     opened = tasks.open.open_task(task, config)
     yield f'{opened.source.description}.'
     if num_examples:
-        vocabulary = None
-        if vocabulary_name:
-            vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
-            mark_sentinels(vocabulary, config.sentinels)
         records = records_of(opened.source, task, split)
         lines = examples_of(opened, records, config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
