@@ -25,7 +25,7 @@ BLOCK = 128  # `top_k` first takes the maximum of each block
 
 
 def is_on_cpu(mesh: AbstractMesh | None = None) -> bool:
-    """Return whether the devices of a mesh, by default that of this program, are CPUs."""
+    """Return whether the devices of a mesh, by default the program's, are CPUs."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     return device is not None and device.device_kind == 'cpu'
 

@@ -308,7 +308,7 @@ def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
 class ExampleReader:
     """Reads the examples of one lane in one task: its own part of every epoch, in groups of records.
 
-    `position` is that of the next example.
+    `position` is the position of the next example.
     """
 
     def __init__(self, stream: Stream, task: 'TokenizedTask', row: int, position: TaskPosition):

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import train` is what is measured.
+# Before the folder of this file, so that `import train` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -74,7 +74,7 @@ flags.DEFINE_string('svg', 'curve.svg', 'The figure.')
 
 
 class Losses(NamedTuple):
-    """What a run computes."""
+    """The numbers that a run computes."""
 
     losses: list[float]  # nats per target token of each step's batch, z-loss included
     validation_loss: float  # after the last step
@@ -153,7 +153,7 @@ def config_of(settings: Mapping[str, Any]) -> Any:
 
 
 def run_ours(name: str, settings: Mapping[str, Any], folder: Path) -> Losses:
-    """Run main.py, and return what it logged."""
+    """Run main.py, and return its log."""
     print(f'Ours: {name}', file=sys.stderr, flush=True)
     settings = dict(settings)
     num_devices = 1

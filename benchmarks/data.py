@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import data` is what is measured.
+# Before the folder of this file, so that `import data` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
@@ -77,7 +77,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class Measurement(NamedTuple):
-    """What one contender did in one round."""
+    """The figures of a contender in one round."""
 
     num_tokens: int  # in the corpus
     seconds: float
@@ -301,7 +301,7 @@ def seqio_batches(name: str, num_epochs: int | None, use_cached: bool = False) -
     return examples.batch(BATCH_SIZE, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-# What the contenders read.
+# The files that the contenders read.
 
 
 def write_inputs(folder: Path, megabytes: int) -> None:

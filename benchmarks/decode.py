@@ -31,7 +31,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import decode` is what is measured.
+# Before the folder of this file, so that `import decode` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -74,7 +74,7 @@ Generate = Callable[[np.ndarray, int], list[list[int]]]
 
 
 class Measurement(NamedTuple):
-    """What one contender did in one round."""
+    """The figures of a contender in one round."""
 
     seconds: list[float]  # per call
     answers: list[list[int]]
@@ -133,7 +133,7 @@ def write_model(folder: Path) -> None:
     from ctranslate2.converters import transformers as converters
 
     class Tokenizer:
-        """What the converter asks of a tokenizer: ids have names."""
+        """The interface of a tokenizer that the converter needs: ids have names."""
 
         unk_token = 't2'
         eos_token = 't1'

@@ -1,4 +1,4 @@
-"""Runs of main.py: their command, and what they leave. The benchmarks that train or fine-tune make them."""
+"""Runs of main.py: their command and their files. The benchmarks that train or fine-tune make them."""
 
 import json
 import sys

@@ -15,7 +15,7 @@ equal distances, each answers the same NUM_WORDS words of the test greedily. Pri
 seconds from the command to that line, evaluations and compiling included.
 
 Then, of both orders, how many times sooner ours has the higher one of the two last word errors, which both reach; the
-seconds are those of the lines through the evaluations. The goal: twice as soon.
+seconds are interpolated between the evaluations. The goal: twice as soon.
 """
 
 import json

@@ -47,7 +47,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import train` is what is measured.
+# Before the folder of this file, so that `import train` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
@@ -89,7 +89,7 @@ flags.DEFINE_string('t5x_python', sys.executable, "The Python that has T5X's pac
 
 
 class Trial(NamedTuple):
-    """What a contender does in a round."""
+    """The work of a contender in a round."""
 
     device: str  # cpu or gpu
     size: str
@@ -100,7 +100,7 @@ class Trial(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What one contender did in one round."""
+    """The figures of a contender in one round."""
 
     seconds: float  # per step
     num_parameters: int

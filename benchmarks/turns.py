@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, each in a new process, and rows of a table."""
+"""Shared by the benchmarks: contenders that take turns, each in a new process, and rows of a table."""
 
 import json
 import os

@@ -110,7 +110,7 @@ def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
             acts = found[setting] == value
         for key in dependents:
             if key in given and not acts and found[key] != declared()[key].default:
-                raise Refused(f'{key}={found[key]!r} has no effect without {needed}: set that, too')
+                raise Refused(f'{key}={found[key]!r} has no effect without {needed}: also set that')
 
 
 def set_options(model: ConfigDict, values: Mapping[str, Value]) -> None:

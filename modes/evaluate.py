@@ -146,7 +146,7 @@ class CheckpointEvaluation:
                 )
 
     def identity(self, task: task_metrics.EvaluatedTask, path: AnyPath) -> str:
-        """Return what the results of a task and a checkpoint depend on, as hashes."""
+        """Return hashes of everything on which the results of a task and a checkpoint depend."""
         settings, examples = task.settings.split()
         is_of_run = self.folder == path.parent and paths.is_file(path / MANIFEST)
         if not is_of_run:

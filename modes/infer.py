@@ -4,7 +4,7 @@ Predictions and scores are JSON Lines in T5X's form, in the order of the example
 
     infer.json                      the settings; results of others are refused
     TASK-MODE.jsonl                 the results
-    TASK-MODE.jsonl-SSSSS-of-NNNNN  those of a shard: of shard i of n every n-th example
+    TASK-MODE.jsonl-SSSSS-of-NNNNN  the results of shard i of n: every n-th example
 
 Encodings (`--encode`) are the encoder's outputs, float32; of the checkpoint no decoder is read.
 Files are numbered through the shards, one shard after the other:
@@ -80,7 +80,7 @@ def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals)
 
 
 class Request(NamedTuple):
-    """What the flags ask for, beside the config."""
+    """The request in the flags, in addition to the config."""
 
     checkpoint: str
     step: str = ''  # '' for the newest of a run
@@ -91,7 +91,7 @@ class Request(NamedTuple):
     score: bool = False
     encode: bool = False
     pool: str = 'none'  # with `encode`; 'mean' for one vector of each example
-    fields: tuple[str, ...] = ()  # to write beside the texts; 'all' for all
+    fields: tuple[str, ...] = ()  # written with the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
     shard: int = 1
@@ -100,7 +100,7 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass
 class Part:
-    """The examples of one task or file that are in the shard, or those of one file of encodings."""
+    """The examples of one task or file that are in the shard, or of one file of encodings."""
 
     name: str
     examples: list[infer.Question] = dataclasses.field(default_factory=list)
@@ -112,7 +112,7 @@ class Part:
 class Job:
     """Everything that `infer_all` needs, checked before the parameters are read. Writes nothing.
 
-    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
+    `config` comes from --config. Without it, use the settings of the run that saved the checkpoint,
     else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
     """
 
@@ -151,7 +151,7 @@ class Job:
 
     @property
     def mode(self) -> str:
-        """T5X's name of what is computed, which is in the names of files."""
+        """T5X's name of the computation, which is in the names of files."""
         if self.request.score:
             return 'score'
         if self.request.encode:
@@ -233,7 +233,7 @@ def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterato
 
 
 def read(name: str, examples: Iterable[RecordExample], request: Request, first: int = 0) -> Part:
-    """Read all examples: what is wrong with one of them is found before anything is computed.
+    """Read all examples: a mistake in one of them is found before anything is computed.
 
     `first`: the number of the first one.
     """
@@ -284,7 +284,7 @@ def encode_text(job: Job, text: str, title: str) -> np.ndarray:
 
 
 def infer_all(job: Job) -> list[str]:
-    """Do a job: write its results, or print them. Return what the first process says at the end.
+    """Do a job: write its results, or print them. Return the last message of the first process.
 
     All processes compute, each some rows of a batch; the first one writes and prints.
     """

@@ -96,7 +96,7 @@ def with_restored_sizes(
             config.model.update(values)
             said = ', '.join(f'{name}={value}' for name, value in values.items())
             return config, (
-                f'The sizes are those of restore.path={restore.path}: {said}; --config.model.NAME=VALUE sets others.'
+                f'The sizes come from restore.path={restore.path}: {said}; --config.model.NAME=VALUE sets others.'
             )
     return config, ''
 
@@ -106,7 +106,7 @@ def settings_and_model(
 ) -> tuple[ConfigDict, T5Config | None]:
     """Return the checked settings for a checkpoint or run, and the model that they name; None for its own.
 
-    `config` is that of --config. Without it, use `settings_of`; a model is named if `changes` has settings of it.
+    `config` comes from --config. Without it, use `settings_of`; a model is named if `changes` has settings of it.
     """
     if config is None:
         config = settings_of(directory, changes)
@@ -129,7 +129,7 @@ def settings_and_model(
 def vocabulary_of_checkpoint(
     directory: paths.AnyPath, config: ConfigDict, model_config: T5Config
 ) -> Vocabulary:
-    """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run, with the model's ends.
+    """Return the vocabulary that `config.vocabulary` names, else the one of a checkpoint or run, with the model's ends.
 
     `config`: config.data. Raises Refused for none, and for one that is not the checkpoint's.
     """

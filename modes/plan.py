@@ -1,6 +1,6 @@
 """`--mode=plan`: compile the step of a config for devices that need not be here.
 
-It says whether the step fits, what it computes and what it sends. libtpu compiles for a slice of
+It prints whether the step fits, its FLOPs and its traffic. libtpu compiles for a slice of
 TPUs on any machine; a CPU stands in for many devices.
 """
 
@@ -69,7 +69,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     assert step is not None
     yield f'Compiled in {time.monotonic() - began:.0f} s'
 
-    # What it needs of the memory, and what for.
+    # Its memory, by use.
     shapes = spec.state_shapes
     need = memory.step_bytes(step, mesh, memory.num_state_bytes(shapes)) / memory.GIB
     limit = memory.memory_limit(mesh) / memory.GIB
@@ -88,7 +88,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
         f'{(total - parameters - optimizer) / memory.GIB:.2f}'
     )
 
-    # What it computes and sends.
+    # Its FLOPs and traffic.
     flops = flops_of_step(spec)
     whose = "T5's" if spec.model_config.family.flops is t5_flops else "the model's"
     yield f'FLOPs of a step by {whose} formula: {flops:.4g}'
@@ -124,7 +124,7 @@ def flops_of_step(spec: train.StepSpec) -> float:
 
 
 def line_of_estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh) -> str:
-    """Return an estimate of the time of a step on TPUs, and what it assumes."""
+    """Return an estimate of the time of a step on TPUs, and its assumptions."""
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     cycles = 0
     for instruction, _, times in executed(program):

@@ -50,7 +50,7 @@ def describe(
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
     `config`: config.data. `split`: of the examples, by default the first that the task has.
-    `vocabulary`: prints their ids, too. Raises Refused for an unknown name; the lines raise it
+    `vocabulary`: also prints their ids. Raises Refused for an unknown name; the lines raise it
     where a source does not open.
     """
     if split:
@@ -70,7 +70,7 @@ def describe(
 
 
 def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
-    """Return {title: tasks or mixtures} of all; those of a data.module come first.
+    """Return {title: tasks or mixtures} of all; a data.module comes first.
 
     The tasks of mT5, ByT5 and T0 are listed with one of their mixtures.
     """
@@ -195,7 +195,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
 def describe_task(
     task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary: Vocabulary | None
 ) -> Iterator[str]:
-    """Yield what a task is, and some of its examples. Raises Refused if its source does not open."""
+    """Yield the description of a task, and some of its examples. Raises Refused if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
     yield f'{task.name}: {source_of(task)}'
     yield f'splits: {splits_of(task)}; objective: {task.objective_name}; metrics: {metric_names or "none"}'

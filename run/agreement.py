@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, and what all of them agree on: the end of batches, a signal to stop."""
+"""Messages between the processes of a run, and their agreements: the end of batches, a signal to stop."""
 
 import contextlib
 import signal

@@ -31,7 +31,7 @@ class RecordExample(NamedTuple):
     is_trimmed: bool = False  # a task's: its texts were longer than a row
 
     def text(self, feature: str, vocabulary: Vocabulary) -> str:
-        """Return the inputs or targets as text: that of the record, or that of the ids if it has none."""
+        """Return the inputs or targets as text: from the record, or from the ids if it has none."""
         text = self.text_of_record(feature)
         if text is None:
             text = vocabulary.decode(getattr(self, feature).tolist())

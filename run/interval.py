@@ -1,6 +1,6 @@
 """The steps since the last logged one: their metrics, their time, and those that are not finite.
 
-What a run does about a step whose loss, gradient norm, update or optimizer state is not finite, as
+Response of a run to a step whose loss, gradient norm, update or optimizer state is not finite, as
 train.on_not_finite says:
 
     stop   raises FloatingPointError, which names the step and its documents

@@ -74,7 +74,7 @@ def fit_step(
             step = compile_step(n)
             need = step_bytes(step, mesh, state_bytes)
         except jax.errors.JaxRuntimeError as error:
-            # XLA refuses a step on a TPU, and says what it needs.
+            # XLA refuses a step on a TPU, and says how many bytes it needs.
             found = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
             if found is None:
                 raise
@@ -116,7 +116,7 @@ def bytes_on_device(mesh: Mesh, arrays: Any, specs: Any) -> int:
 
 
 def num_state_bytes(state: Any) -> int:
-    """Return the bytes of a training state, which are also those of its checkpoint."""
+    """Return the bytes of a training state, which are also the bytes of its checkpoint."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 

@@ -28,7 +28,7 @@ DEPTH_OF_WORKER = 8  # evens out batches whose rows take one worker longer than 
 
 
 class PrefetchedBatch(NamedTuple):
-    """A batch, and what a stream says around it."""
+    """A batch, and the messages of its stream."""
 
     features: dict[str, NDArray]
     before: NDArray  # the stream's positions
@@ -183,7 +183,7 @@ def make_batches(connection: Connection) -> None:
 
 
 def send_all(messages: Iterable[object], connection: Connection) -> None:
-    """Send messages from a process of its own until nobody receives them. An error is sent, too."""
+    """Send messages from a process of its own until nobody receives them. An error is also sent."""
     # The process that started this one handles signals, and ends this one.
     for name in ('SIGHUP', 'SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU'):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

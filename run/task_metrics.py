@@ -104,7 +104,7 @@ class EvaluatedTask(NamedTuple):
     examples: list[RecordExample]
     vocabulary: Vocabulary
     infer_eval: ConfigDict
-    settings: str  # hashes of what the results depend on: files and settings; the examples
+    settings: str  # hashes of the files, settings and examples behind the results
     decoding: infer.Decoding = infer.Decoding()
 
     def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
@@ -350,7 +350,7 @@ def check_best_metric(
 ) -> None:
     """Raise Refused unless one of the evaluations of a run gives `metric`, save.best_metric.
 
-    The names of task metrics are those of the targets, taken as answers.
+    The names of task metrics come from the targets, taken as answers.
     """
     available = []
     for stream in held_out.of_each_task():

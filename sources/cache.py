@@ -1,4 +1,4 @@
-"""SeqIO's task caches: TFRecord files of tf.train.Example, beside info and stats.
+"""SeqIO's task caches: TFRecord files of tf.train.Example, with info and stats.
 
     ROOT/TASK/COMPLETED                            empty, written last
     ROOT/TASK/info.SPLIT.json                      dtype and shape of each feature, number of shards
@@ -37,7 +37,7 @@ from sources.tfrecord import ByteRange, ByteRanges, read_record, record_offsets
 MAX_CACHE_BLOCKS = 1 << 20
 MAX_INDEXED_BYTES = 1 << 28  # the examples of a larger cache are not found when it is opened
 TEXT = 'string'  # the dtype of bytes in info.json
-# The dtypes of a cache of this program, what it was made of, and the version of SeqIO whose layout it has.
+# The dtypes of a cache of this program, its inputs, and the version of SeqIO whose layout it has.
 STORED_DTYPES = {'b': 'bool', 'i': 'int64', 'u': 'int64', 'f': 'float32'}
 ORIGIN = 'cache.json'
 SEQIO_VERSION = '0.0.20'
@@ -96,7 +96,7 @@ def splits(folder: paths.AnyPath) -> list[str]:
 
 
 def open_split(folder: paths.AnyPath, split: str) -> Split:
-    """Return what a folder says of a split."""
+    """Return the info that a folder has of a split."""
     available = splits(folder)
     if split not in available:
         raise Refused(f'{folder} has no split {split!r}: use one of {available}')
@@ -223,7 +223,7 @@ def decode(content: bytes, split: Split) -> dict:
         values = getattr(feature, kind).value if kind else []
         try:
             example[name] = shaped(values, info)
-        except (AttributeError, OverflowError, ValueError):  # of another kind, too large, too many
+        except (AttributeError, OverflowError, ValueError):  # of another kind, too large
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
             ) from None

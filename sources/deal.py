@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from sources import Part, Record, Share
 
-# A pool is what a lane holds in memory and shuffles.
+# A pool holds the records that a lane has in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
 MIN_BLOCKS = 4096  # a small corpus has smaller blocks
 BLOCKS_PER_POOL = 8

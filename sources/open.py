@@ -176,7 +176,7 @@ def validation_fraction_of(data_group) -> float:
 
 
 def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
-    """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
+    """Return a split of a task cache: from its ids, if they lie with the records on a disk."""
     opened = cache.open_split(folder, split)
     statuses = matching_files(f'{folder}/*')  # one request for all files
     shards = [str(file) for file in opened.files]
@@ -309,7 +309,7 @@ def find_files(split: str, key: str, patterns: str, bad_lines: BadLines) -> list
 
 
 def split_names(patterns: str) -> list[str]:
-    """Return the names between the commas; that of an existing file or folder may hold a comma itself."""
+    """Return the names between the commas; an existing file or folder may have a comma in its name."""
     if os.path.exists(patterns):
         return [patterns]
     names = [name.strip() for name in patterns.split(',')]

@@ -1,4 +1,4 @@
-"""Tasks and mixtures by name: `get`, and what a row of your own is made of. Imports no jax."""
+"""Tasks and mixtures by name: `get`, and the parts of a row of your own. Imports no jax."""
 
 from tasks.mixtures import Mixture, Task, proportional
 

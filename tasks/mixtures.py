@@ -1,4 +1,4 @@
-"""What a task is, and mixtures of tasks with rates. Imports no jax."""
+"""Tasks, and mixtures of tasks with rates. Imports no jax."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ from vocabulary import Vocabulary
 Rate = float | Callable[[int], float]
 # From the fields of a record to its examples.
 PreprocessFn = Callable[[Fields], Iterable[Texts]]
-# From a text (targets, or what the model predicts), the example, and whether it is the targets.
+# From a text (targets or a prediction), the example, and whether it is the targets.
 PostprocessFn = Callable[..., object]
 # (targets, predictions) or (targets, scores): {name of the metric: value}.
 MetricFn = Callable[..., Mapping[str, float]]
@@ -131,7 +131,7 @@ class Task:
     def postprocess(
         self, text: str, example: Fields | None = None, is_target: bool = False
     ) -> object:
-        """Return what the metrics compare, of targets or of a predicted text."""
+        """Return the value that the metrics compare, of targets or of a predicted text."""
         if self.postprocess_fn is None:
             if self.references and is_target:
                 return (example or {}).get('references', [text])
@@ -271,7 +271,7 @@ class Mixture:
             if isinstance(member, Mixture):
                 shares = member.shares(sizes)
             if callable(rate):
-                if name not in sizes:  # the sizes of mixtures are unknown, too
+                if name not in sizes:  # the sizes of mixtures are also unknown
                     rule = 'is by its number of examples, which is unknown: name a number'
                     raise Refused(f'mixture {self.name!r}: the rate of {name!r} {rule}')
                 rate = rate(sizes[name])

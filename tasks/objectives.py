@@ -138,7 +138,7 @@ class PrincipleSentences(Denoising):
 
     The targets are these sentences, in order, cut to a row and counted. A sentence ends at . ! or ?
     before a blank; its score is ROUGE-1's F1 with the rest, times 1 + `noise` * N(0, 1). A share of the
-    sentences stays in the inputs, too. A text of one sentence is all targets. Differs from PEGASUS,
+    sentences also stays in the inputs. A text of one sentence is all targets. Differs from PEGASUS,
     which reads the beginning of a document alone: each row of it is a text. Source: Zhang et al. 2020
     (PEGASUS) §3.1; pegasus/ops/sentence_selection.cc, with LongT5's settings.
     """
@@ -191,7 +191,7 @@ class PrincipleSentences(Denoising):
         for of_sentence in map(Counter, words):
             common = (min(n, of_text[word] - n) for word, n in of_sentence.items())
             num_common.append(sum(common))
-        # The words of both sides are those of the text.
+        # The words of both sides are the text's.
         return 2 * np.array(num_common) / max(of_text.total(), 1)
 
 
@@ -480,7 +480,7 @@ class TriviaQaTruncateInputs(TextToText):
         return super().examples(kept_names, kept, *key)
 
 
-# Every value of Task.objective. Those of documents are values of data.task, too.
+# Every value of Task.objective. Objectives of documents are also values of data.task.
 OBJECTIVES: dict[str, type[Objective]] = {
     'span_corruption': SpanCorruption,
     'text_to_text': TextToText,

@@ -1,6 +1,6 @@
 """From config.data to a task or mixture with open sources. Imports no jax.
 
-The rule: data.task names a row, which has preprocessors and metrics of its own. Its records are those of
+The rule: data.task names a row, which has preprocessors and metrics of its own. Its records come from
 data.files, data.tfds or a task cache if these are set, else the row's. A template, data.targets or
 data.references, makes a task from text to text, whose name is in no table.
 """
@@ -76,7 +76,7 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
         raise Refused(
             f"data.weight={data_group.weight!r} is not for data.task={row.name!r}: use ''"
         )
-    templates_of(data_group)  # refuses what the settings say
+    templates_of(data_group)  # refuses invalid settings
     defaults = settings_of_a_row(data_group)
     changes = {name: data_group[name] for name in defaults if data_group[name] != defaults[name]}
     if row.train_split == NO_SPLIT:
@@ -108,7 +108,7 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
 
 
 def settings_of_task(data_group: ConfigDict, name: str) -> ConfigDict:
-    """Return config.data for a task. What it says of the records of data.task is not of others."""
+    """Return config.data for a task. Its settings of the records of data.task do not apply to others."""
     if name == data_group.task:
         return data_group
     own = data_group.copy_and_resolve_references()

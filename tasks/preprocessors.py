@@ -2,7 +2,7 @@
 
 Each function takes a record with TFDS's field names, as TFDS or a line of JSON gives it (a text is a
 str or bytes, a list any sequence), and returns its examples: {'inputs': text, 'targets': text},
-beside them the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
+with them the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
 Source: t5/data/preprocessors.py. Imports no jax.
 """
 
@@ -178,7 +178,7 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Texts]:
         words = text.split(' ')
         index = int(fields['span2_index'])
         if index <= 0 or words[index] != pronoun:
-            raise Refused(f'span2_index={index} is not that of {pronoun!r}: count words from 0')
+            raise Refused(f'span2_index={index} is not at {pronoun!r}: count words from 0')
         # As in T5 a space follows even a pronoun at the end.
         blanked = ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
     marked = blanked.replace(' X ', f' *{pronoun}* ')
@@ -200,7 +200,7 @@ def definite_pronoun_resolution_simple(fields: Fields) -> list[Texts]:
 
 
 def wnli_simple(fields: Fields) -> list[Texts]:
-    """Return the first sentence with a pronoun marked, and what the second has in its place.
+    """Return the first sentence with a pronoun marked, and the words that the second has in its place.
 
     Heuristics, which were written for the splits validation and test alone.
     """
@@ -235,7 +235,7 @@ def clean_words(text: str) -> list[str]:
 
 
 def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> tuple[int, str]:
-    """Return how many words around a pronoun the hypothesis has, too, and its words in place of the pronoun."""
+    """Return how many words around a pronoun the hypothesis shares, and its words instead of the pronoun."""
     before = premise[:index]
     after = premise[index + 1 :]
     num_before = num_shared_words(hypothesis[::-1], before[::-1])

@@ -53,7 +53,7 @@ def tasks(
     """Return the tasks of all templates in a file, under the names that T0 has for them.
 
     `files`, `validation_files`: those with the records, as data.files. `fields_fn`: from the fields
-    of a record to those of the templates.
+    of a record to the templates' names.
     """
     content = read_templates(templates_file)
     dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
@@ -85,7 +85,7 @@ def tasks(
 
 
 def read_templates(file: str) -> Texts:
-    """Return what a file of templates holds."""
+    """Return the content of a file of templates."""
     return yaml.load(paths.disk_path(file).read_text(encoding='utf-8'), Loader=TemplateLoader)
 
 

@@ -5,7 +5,7 @@ tokenized: copy the folders of the tasks from `data` in huggingface.co/datasets/
 name the folder that holds the copies with data.cache_dirs. t0_prompts.csv has the prompts of each
 data set, as promptsource 7dab96a names them, in its order:
 
-    original_task   whether the prompt asks for what the data set was made for
+    original_task   whether the prompt asks for the task of the data set
     num_choices     how many answers there are; 'vary' if an example has its own; '' for any text
     metrics         promptsource's names
 
@@ -209,7 +209,7 @@ def data_sets() -> dict[str, dict[str, str]]:
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    """Return the rows of a table beside this file."""
+    """Return the rows of a table next to this file."""
     with (FOLDER / name).open(encoding='utf-8', newline='') as file:
         return list(csv.DictReader(file))
 
@@ -238,7 +238,7 @@ def class_id(text: str, example: Fields, is_target: bool = False) -> int:
 def rank_classification(text: str, example: Fields, is_target: bool = False) -> object:
     """Return ((example, choice), is_correct, weight, number of target ids) of targets.
 
-    An evaluation gives the number as 'num_target_tokens'; else it is that of the ids in 'targets',
+    An evaluation gives the number as 'num_target_tokens'; else it counts the ids in 'targets',
     0 where these are a text. A score is returned as it is. Source: t5/data/postprocessors.py.
     """
     if not is_target:
@@ -259,7 +259,7 @@ def spearman_corrcoef(
     return metrics.spearman_corrcoef(of_targets, of_predictions)
 
 
-# promptsource's names of metrics. What it calls 'Other' T0 takes for accuracy.
+# promptsource's names of metrics. T0 takes its 'Other' for accuracy.
 METRICS: dict[str, MetricFn] = {
     'Accuracy': metrics.accuracy,
     'BLEU': metrics.bleu,
