@@ -123,11 +123,11 @@ def _columns(kernel_DF, dtype):
 
 def specs_of(params: Mapping[str, jax.Array | Columns], specs: Mapping[str, P]) -> dict[str, P]:
     """Return the specs of parameters, reversed for Columns."""
-    found = dict(specs)
+    all_specs = dict(specs)
     for path, x in params.items():
         if isinstance(x, Columns):
-            found[path] = P(*specs[path][::-1])
-    return found
+            all_specs[path] = P(*specs[path][::-1])
+    return all_specs
 
 
 # Sums.

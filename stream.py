@@ -452,7 +452,7 @@ class TokenizedTask:
             return False
         for record in self.source.records(split):
             for example in self.tokenize([record]):
-                made = self.objective.examples([example.name], [example.ids])
-                if made and any(example.ids[x].size for x in self.objective.features):
+                examples = self.objective.examples([example.name], [example.ids])
+                if examples and any(example.ids[x].size for x in self.objective.features):
                     return True
         return False

@@ -215,10 +215,10 @@ def longest_of(tokens: Iterable[str]) -> re.Pattern:
 def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     """Return the ids of the pieces <extra_id_N>, in the order of N."""
     matches = map(SENTINEL.fullmatch, pieces)
-    found = sorted((int(match[1]), i) for i, match in enumerate(matches) if match)
-    for expected, (number, _) in enumerate(found):
+    numbered = sorted((int(match[1]), i) for i, match in enumerate(matches) if match)
+    for expected, (number, _) in enumerate(numbered):
         if number != expected:
             raise Refused(
                 f'<extra_id_{number}> without <extra_id_{expected}>: number them from 0, each once'
             )
-    return np.array([i for _, i in found], np.int32)
+    return np.array([i for _, i in numbered], np.int32)

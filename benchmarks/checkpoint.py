@@ -110,12 +110,12 @@ def main(argv: list[str]) -> None:
     gigabytes = memory.num_state_bytes(spec.state_shapes) / 1e9
     print(f'{FLAGS.size}: {len(jax.tree.leaves(spec.state_shapes))} arrays, {gigabytes:.3f} GB')
     measures = {name: functools.partial(measure, x) for name, x in contenders.items()}
-    found = turns.take_turns(measures, FLAGS.rounds, FLAGS.size)
-    ours = found['ours']
+    measurements = turns.take_turns(measures, FLAGS.rounds, FLAGS.size)
+    ours = measurements['ours']
     turns.print_header(
         *('', 'saved', 'ours is', 'call', 'next step', 'cold', 'ours is', 'warm', 'ours is')
     )
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         cells = [
             *cells_of([x.saved.finished for x in rounds], [x.saved.finished for x in ours]),
             f'{statistics.median(x.saved.call for x in rounds):.3f}',
@@ -280,9 +280,9 @@ def measure_restore(contender: type[Contender], size: str, folder: Path) -> floa
     state = jax.block_until_ready(saves.restore(1 + NUM_UPDATES))
     seconds = time.perf_counter() - began
 
-    def differs(found: jax.Array, first: np.ndarray) -> bool:
+    def differs(restored: jax.Array, first: np.ndarray) -> bool:
         saved = -first if first.dtype == np.float32 else first + NUM_UPDATES
-        return not np.array_equal(found, saved)
+        return not np.array_equal(restored, saved)
 
     wrong = jax.tree.map(differs, state, random_state(spec))
     assert not any(jax.tree.leaves(wrong)), f'{contender.__name__}: restored arrays differ'

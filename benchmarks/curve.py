@@ -97,12 +97,12 @@ def main(argv: list[str]) -> None:
         else:
             theirs = read_golden(first)
         write_perturbed(start, folder)
-        found = {ONE_DEVICE: first}
+        losses = {ONE_DEVICE: first}
         for name in (EIGHT_DEVICES, RESUMED, PERTURBED):
-            found[name] = run_ours(name, settings, folder)
+            losses[name] = run_ours(name, settings, folder)
     print(f'T5X: loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f} in {FLAGS.steps:,} steps')
     turns.print_header('ours', 'largest difference', 'at step', 'validation loss', "T5X's")
-    for name, ours in found.items():
+    for name, ours in losses.items():
         assert ours.checksums == first.checksums, name
         differences = differences_from(theirs, ours)
         turns.print_row(
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
             f'{ours.validation_loss:.5f}',
             f'{theirs.validation_loss:.5f}',
         )
-    Path(FLAGS.svg).write_text(draw(theirs, found))
+    Path(FLAGS.svg).write_text(draw(theirs, losses))
     print(f'The figure is in {FLAGS.svg}.')
 
 

@@ -106,14 +106,14 @@ def main(argv: list[str]) -> None:
         print_rows('cached mixture', turns.take_turns(mixture, FLAGS.rounds, folder))
 
 
-def print_rows(part: str, found: Mapping[str, Sequence[Measurement]]) -> None:
+def print_rows(part: str, measurements: Mapping[str, Sequence[Measurement]]) -> None:
     """Print a row per contender."""
     rates = {}
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         rates[name] = [x.num_tokens / x.seconds / 1e6 for x in rounds]
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         ratio = ''
-        if 'seqio' in found:
+        if 'seqio' in measurements:
             ratio = f'{statistics.median(rates[name]) / statistics.median(rates["seqio"]):.2f}'
         padding = ', '.join(f'{share:.1%}' for share in rounds[0].padding)
         turns.print_row(f'{part}, {name}', turns.spread(rates[name]), ratio, padding)

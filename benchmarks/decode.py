@@ -100,19 +100,19 @@ def main(argv: list[str]) -> None:
             contenders = {}
             for name, open_model in OPENERS.items():
                 contenders[name] = functools.partial(measure_generate, open_model, beams)
-            found = turns.take_turns(contenders, FLAGS.rounds, FLAGS.calls, folder)
-            report(beams, found, limits)
+            measurements = turns.take_turns(contenders, FLAGS.rounds, FLAGS.calls, folder)
+            report(beams, measurements, limits)
 
 
-def report(beams: int, found: Mapping[str, list[Measurement]], limits: Limits) -> None:
+def report(beams: int, measurements: Mapping[str, list[Measurement]], limits: Limits) -> None:
     """Print a row per contender, and what limits ours."""
     print(f'\n{beams} beams')
     turns.print_header('contender', 'tokens/s', 'x transformers', 'same tokens')
     seconds = {}
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         seconds[name] = [x for measured in rounds for x in measured.seconds]
-    theirs = found['transformers'][0].answers
-    for name, rounds in found.items():
+    theirs = measurements['transformers'][0].answers
+    for name, rounds in measurements.items():
         rates = [BATCH_SIZE * OUTPUT_LENGTH / x for x in seconds[name]]
         ratio = statistics.median(seconds['transformers']) / statistics.median(seconds[name])
         same = np.equal(rounds[0].answers, theirs).mean()

@@ -173,14 +173,14 @@ def run_ours(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[Ev
         command(workdir, folder, dtype, num_steps), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    found = []
+    evaluations = []
     for line in process.stdout:
         word_error = re.search(r'word_error +([\d.]+)', line)
         if word_error:
-            found.append(Evaluation(time.monotonic() - begin, float(word_error[1])))
+            evaluations.append(Evaluation(time.monotonic() - begin, float(word_error[1])))
     if process.wait() != 0:
         sys.exit(f'{workdir}: ours ended with {process.returncode}')
-    return found
+    return evaluations
 
 
 # Theirs.

@@ -265,10 +265,10 @@ def recorded(directory: paths.AnyPath) -> list[bytes]:
 def identity(module: str, contents: Sequence[bytes]) -> list[str | bytes]:
     """Return what tells models apart: names of families, and in place of users' files their `contents`."""
     files = list(contents)
-    found: list[str | bytes] = []
+    parts: list[str | bytes] = []
     for name in names_of(module):
-        found.append(name if is_family(name) or not files else files.pop(0))
-    return [*found, *files]
+        parts.append(name if is_family(name) or not files else files.pop(0))
+    return [*parts, *files]
 
 
 def check_same(

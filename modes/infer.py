@@ -264,12 +264,12 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
         if name not in fields:
             known = first_ten([repr(field) for field in fields])
             raise Refused(f'--fields names {name!r}: the fields of an example are {known}')
-    found = {}
+    selection = {}
     for name, value in fields.items():
         feature = name.removesuffix(PRETOKENIZED)
         if name in names or (feature != name and (not names or feature in names)):
-            found[name] = value
-    return found
+            selection[name] = value
+    return selection
 
 
 def encode_text(job: Job, text: str, title: str) -> np.ndarray:
@@ -418,14 +418,14 @@ def outputs(job: Job) -> dict[Path, Part]:
     """Return the files that the shard writes."""
     request = job.request
     folder = paths.disk_path(request.output_dir)
-    found = {}
+    parts = {}
     for part in job.parts:
         task = results.file_name(part.name)
         if not request.encode:
             name = f'{task}-{job.mode}.jsonl'
             if request.num_shards > 1:
                 name += f'-{request.shard - 1:05}-of-{request.num_shards:05}'
-            found[folder / name] = part
+            parts[folder / name] = part
             continue
         size = EXAMPLES_PER_FILE[request.pool]
         num_files = []  # of each shard
@@ -435,9 +435,9 @@ def outputs(job: Job) -> dict[Path, Part]:
         for start in range(0, len(part.examples), size):
             name = f'{task}-encodings-{number:05}-of-{sum(num_files):05}.safetensors'
             examples = part.examples[start : start + size]
-            found[folder / name] = dataclasses.replace(part, examples=examples)
+            parts[folder / name] = dataclasses.replace(part, examples=examples)
             number += 1
-    return found
+    return parts
 
 
 def write_files(job: Job) -> list[str]:

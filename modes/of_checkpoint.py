@@ -71,22 +71,22 @@ def with_restored_sizes(
     with contextlib.suppress(Refused, OSError, re.error):
         stored = check.read_stored(paths.to_path(workdir)) if workdir else {}
         if stored.get('restore', {}).get('path') == restore.path:
-            found = stored['model']
+            sizes = stored['model']
         else:
             opened = formats.open.open_model(restore.path, part='')
-            found = own_model.as_settings(opened.config)
+            sizes = own_model.as_settings(opened.config)
             if formats.open.is_encoder(opened.leaves):
                 taken = list(SIZES)
             # The config decides about an activation that shapes do not tell.
-            is_gated = len(found['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
+            is_gated = len(sizes['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
             if is_gated and opened.is_assumed:
-                found['mlp_activations'] = config.model.mlp_activations
+                sizes['mlp_activations'] = config.model.mlp_activations
         if not re.fullmatch(restore.only, 'target/token_embedder/embedding'):
             taken = [name for name in taken if name not in OF_VOCABULARY]
         values = {}
-        if found['module'] == config.model.module:
+        if sizes['module'] == config.model.module:
             for name in taken:
-                value = found[name]
+                value = sizes[name]
                 if isinstance(value, list):
                     value = tuple(value)
                 if f'model.{name}' not in changes and value != config.model[name]:
@@ -134,20 +134,20 @@ def vocabulary_of_checkpoint(
     `config`: config.data. Raises Refused for none, and for one that is not the checkpoint's.
     """
     own = own_vocabulary(directory)
-    found = own
+    vocabulary = own
     if config.vocabulary:
-        found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
-    if found is None:
+        vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    if vocabulary is None:
         raise Refused(f'{directory} has no vocabulary: name its own with --config.data.vocabulary')
-    if own is not None and names_of(own) != names_of(found):
-        change = changed_id(own, found) or 'it has more'
+    if own is not None and names_of(own) != names_of(vocabulary):
+        change = changed_id(own, vocabulary) or 'it has more'
         raise Refused(
             f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'
         )
-    check_tokens(directory, found)
-    mark_sentinels(found, config.sentinels)
-    found.ends = model_config.family.ends(model_config, found.ends)
-    return found
+    check_tokens(directory, vocabulary)
+    mark_sentinels(vocabulary, config.sentinels)
+    vocabulary.ends = model_config.family.ends(model_config, vocabulary.ends)
+    return vocabulary
 
 
 def check_rows(vocabulary: Vocabulary, directory: paths.AnyPath, num_rows: int) -> None:

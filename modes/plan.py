@@ -97,11 +97,11 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     except jax.errors.JaxRuntimeError as error:  # seen of large programs
         yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
         return
-    found = collectives_of(program, mesh)
+    collectives = collectives_of(program, mesh)
     yield 'Collectives of a step on each device, in MB of whole arrays:'
     yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11}  asynchronous'
     totals: dict[tuple, np.ndarray] = collections.defaultdict(lambda: np.zeros(3, np.int64))
-    for x in found:
+    for x in collectives:
         moved = x.times * x.num_bytes
         totals[x.kind, x.axes] += [x.times, moved, moved * x.is_async]
     for (kind, axes), (times, moved, hidden) in sorted(totals.items(), key=lambda x: -x[1][1]):
@@ -109,7 +109,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
             f'  {kind:18} {", ".join(axes):12} {times:7,} {moved / 1e6:11,.2f}  {hidden / moved:.0%}'
         )
     if mesh.devices.flat[0].device_kind in CHIPS:
-        yield line_of_estimate(program, found, flops, mesh)
+        yield line_of_estimate(program, collectives, flops, mesh)
 
 
 def flops_of_step(spec: train.StepSpec) -> float:
@@ -123,7 +123,9 @@ def flops_of_step(spec: train.StepSpec) -> float:
     return 3 * spec.batch_size * c.family.flops(c, S, T)
 
 
-def line_of_estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh) -> str:
+def line_of_estimate(
+    program: str, collectives: Sequence[Collective], flops: float, mesh: Mesh
+) -> str:
     """Return an estimate of the time of a step on TPUs, and its assumptions."""
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     cycles = 0
@@ -131,8 +133,8 @@ def line_of_estimate(program: str, found: Sequence[Collective], flops: float, me
         for number in re.findall(r'"estimated_cycles":"(\d+)"', instruction.text):
             cycles += times * int(number)
     computing = cycles / chip.clock
-    alone = sum(x.times * seconds_of(x, mesh, chip) for x in found if not x.is_async)
-    beside = sum(x.times * seconds_of(x, mesh, chip) for x in found if x.is_async)
+    alone = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if not x.is_async)
+    beside = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if x.is_async)
     seconds = alone + max(computing, beside)
     mfu = flops / (seconds * chip.flops * mesh.size)
     return (

@@ -55,15 +55,15 @@ def describe(
     """
     if split:
         check_split(split)
-    found = tasks.open.find(config) if config.task else None
-    if (split or num_examples or vocabulary is not None) and not isinstance(found, Task):
+    task = tasks.open.find(config) if config.task else None
+    if (split or num_examples or vocabulary is not None) and not isinstance(task, Task):
         raise Refused(f'--split, --examples and --vocabulary need a task, not {config.task!r}')
-    if found is None:
+    if task is None:
         return list_of(groups(config.module))
     find_cache(config, config.task)  # raises Refused for data.cache_dirs
-    if isinstance(found, Mixture):
-        return describe_mixture(found, config)
-    return describe_task(found, config, split, num_examples, vocabulary)
+    if isinstance(task, Mixture):
+        return describe_mixture(task, config)
+    return describe_task(task, config, split, num_examples, vocabulary)
 
 
 # The list of all.
@@ -74,16 +74,16 @@ def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
 
     The tasks of mT5, ByT5 and T0 are listed with one of their mixtures.
     """
-    found: dict[str, Sequence[Task | Mixture]] = {}
+    groups: dict[str, Sequence[Task | Mixture]] = {}
     if module:
-        found[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
+        groups[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
     of_t0 = t0.mixtures()
     known = {row.name for rows in [*t5.groups().values(), of_t0] for row in rows}
     mixtures = [row for row in t5.table().values() if isinstance(row, Mixture)]
-    found |= t5.groups()
-    found['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
-    found['Mixtures of T0'] = of_t0
-    return found
+    groups |= t5.groups()
+    groups['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
+    groups['Mixtures of T0'] = of_t0
+    return groups
 
 
 def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
@@ -234,7 +234,7 @@ def examples_of(
             for name, value in (example.texts or record.fields).items():
                 lines.append(f'  {name}: {value!r}')
             if tokenized is not None:
-                for made in tokenized.objective.examples([record.name], [example.ids], 0):
-                    lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
-                    lines.append(f'  ids of the targets: {made.targets.tolist()}')
+                for one in tokenized.objective.examples([record.name], [example.ids], 0):
+                    lines.append(f'  ids of the inputs: {one.inputs.tolist()}')
+                    lines.append(f'  ids of the targets: {one.targets.tolist()}')
             yield lines

@@ -126,7 +126,7 @@ def local_devices() -> list:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plugin
         reason = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
-        wanted = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
+        platforms = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
         raise Refused(
-            f'JAX_PLATFORMS={wanted}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
+            f'JAX_PLATFORMS={platforms}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
         ) from error

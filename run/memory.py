@@ -75,10 +75,10 @@ def fit_step(
             need = step_bytes(step, mesh, state_bytes)
         except jax.errors.JaxRuntimeError as error:
             # XLA refuses a step on a TPU, and says how many bytes it needs.
-            found = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
-            if found is None:
+            match = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
+            if match is None:
                 raise
-            need = float(found[1]) * 1024 ** (1 + 'KMGT'.index(found[2]))
+            need = float(match[1]) * 1024 ** (1 + 'KMGT'.index(match[2]))
         if need <= limit:
             if note:
                 note += f'; so it takes {n}, with the same gradients.'

@@ -45,11 +45,11 @@ def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
     With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
     is. An error in a process is raised instead of its batch.
     """
-    made = batches_of(stream)
+    batches = batches_of(stream)
     if num_workers > 0:
-        made = batches_of_workers(stream, num_workers)
-    with contextlib.closing(made):
-        yield from ahead_in_thread(made)
+        batches = batches_of_workers(stream, num_workers)
+    with contextlib.closing(batches):
+        yield from ahead_in_thread(batches)
 
 
 def batches_of(stream: Stream) -> Generator[PrefetchedBatch, None, None]:

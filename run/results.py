@@ -124,7 +124,7 @@ def group_of(tag: str) -> str:
 
 def averages(scores: Scores) -> dict[str, dict[int, float]]:
     """Return the averages over GLUE and SuperGLUE, of the groups' means, for the steps that have all columns."""
-    found: dict[str, dict[int, float]] = {}
+    per_average: dict[str, dict[int, float]] = {}
     for title, columns in AVERAGES.items():
         if not columns.keys() <= scores.keys():
             continue
@@ -133,8 +133,8 @@ def averages(scores: Scores) -> dict[str, dict[int, float]]:
             for tag in columns:
                 groups.setdefault(group_of(tag), []).append(scores[tag][step])
             average = mean([mean(values) for values in groups.values()])
-            found.setdefault(title, {})[step] = average
-    return found
+            per_average.setdefault(title, {})[step] = average
+    return per_average
 
 
 def best_steps(scores: Scores) -> dict[str, int]:
@@ -224,14 +224,14 @@ class Results:
 
     def scores(self) -> dict[str, dict[int, float]]:
         """Return {'TASK/METRIC': {step: value}} of all that is stored."""
-        found: dict[str, dict[int, float]] = {}
+        scores: dict[str, dict[int, float]] = {}
         for file in sorted(self.folder.glob(f'*{METRICS_SUFFIX}')):
             name = file.name.removesuffix(METRICS_SUFFIX)
             for line in self.lines(name):
                 for metric, value in line.items():
                     if metric != 'step':
-                        found.setdefault(f'{name}/{metric}', {})[line['step']] = value
-        return found
+                        scores.setdefault(f'{name}/{metric}', {})[line['step']] = value
+        return scores
 
     def lines(self, name: str) -> list[Line]:
         """Return the lines of TASK-metrics.jsonl. Raises Refused for one that is damaged."""

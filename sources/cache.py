@@ -88,11 +88,11 @@ def splits(folder: paths.AnyPath) -> list[str]:
     infos = {file.name for file in folder.glob('info.*.json')}
     for file in folder.glob('*.tfrecord-*'):
         infos.add(f'info.{file.name.partition(".tfrecord-")[0]}.json')
-    found = []
+    names = []
     for name in sorted(infos):
         if read_json(folder / name):  # {} stands for a split without examples, as in P3
-            found.append(name.removeprefix('info.').removesuffix('.json'))
-    return found
+            names.append(name.removeprefix('info.').removesuffix('.json'))
+    return names
 
 
 def open_split(folder: paths.AnyPath, split: str) -> Split:
@@ -337,16 +337,16 @@ class CachedRecords(Blocks):
         bad_lines: BadLines,
         features: Collection[str] = FEATURES,
     ):
-        found = {name: split.features[name] for name in features if name in split.features}
-        for name in found.keys() & set(FEATURES):
-            if 'int' not in found[name].dtype or len(found[name].shape) != 1:
+        present = {name: split.features[name] for name in features if name in split.features}
+        for name in present.keys() & set(FEATURES):
+            if 'int' not in present[name].dtype or len(present[name].shape) != 1:
                 folder = split.files[0].parent
                 raise Refused(
                     f'{folder}: feature {name!r} is not a list of ids: set data.use_cached=no'
                 )
         self.whole_split = split
-        self.split = split._replace(features=found)
-        self.features = found.keys()
+        self.split = split._replace(features=present)
+        self.features = present.keys()
         self.files: list[FileRecord] = files
         self.names = [file.path for file in files]
         self.bad_lines = bad_lines

@@ -51,8 +51,8 @@ class Blocks(Part):
         order = self.order(self.num_blocks, share.seed, share.epoch)
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
-            found = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
-            yield start // BLOCKS_PER_POOL, [*itertools.chain.from_iterable(found)]
+            records = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
+            yield start // BLOCKS_PER_POOL, [*itertools.chain.from_iterable(records)]
 
 
 class RecordsInMemory(Blocks):

@@ -217,8 +217,8 @@ def find_tfds(data_group) -> list[paths.AnyPath]:
 def prepared_version(data_group, name: str) -> str | None:
     """Return a data set NAME:VERSION if it is prepared, NAME for another version, None without any."""
     if ',' in name:
-        found = [prepared_version(data_group, each) for each in split_names(name)]
-        return None if None in found else ','.join(map(str, found))
+        versions = [prepared_version(data_group, each) for each in split_names(name)]
+        return None if None in versions else ','.join(map(str, versions))
     path, _, version = name.partition(':')
     folder = tfds_root(data_group) / path
     if version in tfds.versions_of(folder):
@@ -296,14 +296,14 @@ def find_files(split: str, key: str, patterns: str, bad_lines: BadLines) -> list
     """Return the files that `patterns` names, without empty ones."""
     if patterns == '':
         return []
-    found: dict[str, paths.FileStatus] = {}
+    statuses: dict[str, paths.FileStatus] = {}
     with named(key):
         for name in split_names(patterns) or [patterns]:
-            found.update(matching_files(name))
-    not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
+            statuses.update(matching_files(name))
+    not_empty = {path: statuses[path] for path in sorted(statuses) if statuses[path].num_bytes}
     if not not_empty:
         raise Refused(f'{key}={patterns!r} names no file with text: name another')
-    for path in sorted(found.keys() - not_empty.keys()):
+    for path in sorted(statuses.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
     return read_records(split, not_empty)
 
@@ -340,17 +340,17 @@ def open_files(files: list[FileRecord], parser: LineParser) -> Part:
     """Return the files, or none, as a part of a source. Each line or row is a record."""
     if not files:
         return RecordsInMemory([])
-    found: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
+    kinds: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
     for file in files:
-        found[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
-    if len(found) > 1 or (True, True) in found:
+        kinds[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
+    if len(kinds) > 1 or (True, True) in kinds:
         raise Refused(
-            f'{" and ".join(found.values())}: name files all plain, all gzipped or all Parquet'
+            f'{" and ".join(kinds.values())}: name files all plain, all gzipped or all Parquet'
         )
-    if (True, False) in found:
+    if (True, False) in kinds:
         from sources.parquet import ParquetFiles  # pyarrow takes a while
 
         return ParquetFiles(files, parser)
-    if (False, True) in found:
+    if (False, True) in kinds:
         return GzippedFiles(files, parser)
     return PlainFiles(files, parser)

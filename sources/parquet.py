@@ -105,9 +105,9 @@ def kind_of_type(arrow_type: pyarrow.DataType) -> str:
 
 def columns_of(fields: Sequence[str], names: list[str], values: dict[str, str]) -> list[str]:
     """Return the columns that hold `fields`; without these, all that hold texts or numbers."""
-    found = [value for value, kind in values.items() if kind in KINDS]
-    found += [value.split('/')[0] for value in found]
-    readable = [name for name in names if name in found]
+    columns = [value for value, kind in values.items() if kind in KINDS]
+    columns += [value.split('/')[0] for value in columns]
+    readable = [name for name in names if name in columns]
     named = [x if x in names else x.split('/')[0] for x in fields or readable]
     return [name for name in dict.fromkeys(named) if name in readable]
 

@@ -262,8 +262,8 @@ def check_columns(title: str, columns: Collection[str], fields: Iterable[str], r
     """Raise Refused for a table, or another file, that has not all of `fields`."""
     for field in fields:
         if field not in columns:
-            found = first_ten([repr(column) for column in columns])
-            raise Refused(f'{title} has no column {field!r}, it has {found}: {remedy}')
+            names = first_ten([repr(column) for column in columns])
+            raise Refused(f'{title} has no column {field!r}, it has {names}: {remedy}')
 
 
 @functools.cache

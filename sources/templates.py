@@ -66,7 +66,7 @@ def fields_named(data_group) -> tuple[str, ...]:
     templates = templates_of(data_group)
     if not templates:
         return (data_group.text_field,)
-    found = [field for template in templates.values() for field in template.fields]
+    names = [field for template in templates.values() for field in template.fields]
     if data_group.weight:
-        found.append(data_group.weight[1:-1])
-    return tuple(dict.fromkeys(found))
+        names.append(data_group.weight[1:-1])
+    return tuple(dict.fromkeys(names))

@@ -13,7 +13,7 @@ def get(name: str, module: str = '') -> Task | Mixture:
     """
     from tasks import names  # T5's tables: a tenth of a second
 
-    found = names.look_up(name, module)
-    if found is None:
+    row = names.look_up(name, module)
+    if row is None:
         raise names.unknown(name, module, f'data.task={name!r}')
-    return found
+    return row

@@ -240,24 +240,24 @@ class Mixture:
     @property
     def tasks(self) -> dict[str, Task]:
         """The tasks, by name, of a mixture in which all names are looked up."""
-        found: dict[str, Task] = {}
+        members: dict[str, Task] = {}
         for member in self.members:
             if isinstance(member, Task):
-                found[member.name] = member
+                members[member.name] = member
             elif isinstance(member, Mixture):
-                found |= member.tasks
-        return found
+                members |= member.tasks
+        return members
 
     @property
     def tasks_by_size(self) -> set[str]:
         """The names of the tasks whose rate depends on their number of examples."""
-        found = set()
+        names = set()
         for member, rate in self.members.items():
             if isinstance(member, Mixture):
-                found |= member.tasks_by_size
+                names |= member.tasks_by_size
             elif callable(rate):
-                found.add(name_of(member))
-        return found
+                names.add(name_of(member))
+        return names
 
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return the rate of each task, not normalized, the same task's rates summed.

@@ -341,10 +341,10 @@ def process_mnli(fields: Fields) -> list[Texts]:
 def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Texts]:
     """Return an example for each language: the premise and the hypothesis in it."""
     hypothesis = fields['hypothesis']
-    found = texts_of(hypothesis['language'])
+    texts = texts_of(hypothesis['language'])
     examples = []
     for language in languages:
-        for other, translation in zip(found, hypothesis['translation'], strict=True):
+        for other, translation in zip(texts, hypothesis['translation'], strict=True):
             if other == language:
                 premise = fields['premise'][language]
                 examples.append(sentence_pair(premise, translation, fields['label']))

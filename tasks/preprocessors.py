@@ -248,9 +248,9 @@ def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> tupl
     text = ' '.join(hypothesis)
     # As in T5 the words themselves are patterns.
     for pattern in ([*before, '(.+)', *after], ['^(.+)', *after], [*before, '(.+)$']):
-        found = re.search(' '.join(pattern), text)
-        if found:
-            return score, found[1]
+        match = re.search(' '.join(pattern), text)
+        if match:
+            return score, match[1]
     return score, ''
 
 
@@ -280,9 +280,9 @@ def referent_in(hypothesis: str, referent: str) -> str:
     # The first place of each article, as in T5.
     begin = max([words.index(article) for article in ARTICLES if article in words] or [0])
     pattern = ' '.join(rf'{re.escape(word)}[.,?!]?' for word in words[begin:])
-    found = re.search(pattern, hypothesis, re.IGNORECASE)
-    assert found, f'{referent!r} is not in {hypothesis!r}'
-    return re.sub(r"('s|')?\Z", '', re.sub(r'[.,!?]\Z', '', found[0]), count=1)
+    match = re.search(pattern, hypothesis, re.IGNORECASE)
+    assert match, f'{referent!r} is not in {hypothesis!r}'
+    return re.sub(r"('s|')?\Z", '', re.sub(r'[.,!?]\Z', '', match[0]), count=1)
 
 
 # Reading comprehension.

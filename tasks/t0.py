@@ -73,13 +73,13 @@ class Prompt(NamedTuple):
 
 @functools.cache
 def tasks() -> list[Task | Mixture]:
-    found: list[Task | Mixture] = []
+    rows: list[Task | Mixture] = []
     for prompt in prompts():
         for name in prompt.task_names:
-            found.append(text_task(prompt, name))
+            rows.append(text_task(prompt, name))
             if prompt.num_choices:
-                found.append(score_task(prompt, name))
-    return found + mixtures()
+                rows.append(score_task(prompt, name))
+    return rows + mixtures()
 
 
 # Mixtures.
@@ -189,7 +189,7 @@ def task_name(dataset: str, prompt: str) -> str:
 @functools.cache
 def prompts() -> list[Prompt]:
     """Return the rows of t0_prompts.csv."""
-    found = []
+    prompts = []
     for row in rows_of('t0_prompts.csv'):
         prompt = Prompt(
             dataset=row['dataset'],
@@ -198,8 +198,8 @@ def prompts() -> list[Prompt]:
             num_choices=row['num_choices'],
             metrics=tuple(row['metrics'].split(';')),
         )
-        found.append(prompt)
-    return found
+        prompts.append(prompt)
+    return prompts
 
 
 @functools.cache
@@ -284,10 +284,10 @@ def metrics_of(prompt: Prompt) -> list[MetricFn]:
     """
     if prompt.num_classes and prompt.dataset in CLASS_METRICS:
         return list(CLASS_METRICS[prompt.dataset])
-    found = []
+    metric_fns = []
     for name in prompt.metrics:
         if name == 'Spearman Correlation' and prompt.name == 'generate_review':
             continue
-        if METRICS[name] not in found:
-            found.append(METRICS[name])
-    return found
+        if METRICS[name] not in metric_fns:
+            metric_fns.append(METRICS[name])
+    return metric_fns
