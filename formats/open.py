@@ -286,7 +286,7 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
         if len(shapes.get(path, ())) != num_dims:
             raise Refused(f'{directory} has no matrix {path!r}: name {t5x.FORMATS}')
     vocab_size, emb_dim = shapes[embedding]
-    num_heads = shapes[bias][0]
+    num_heads, num_buckets = shapes[bias]
     mlp_dim = shapes[wo][-2]
     joined_heads_dim = shapes[out][0]
     config = T5Config(
@@ -303,6 +303,7 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
         logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
         float32_attention_logits=False,
         relpos_bias_per_layer=is_per_layer,
+        relative_attention_num_buckets=num_buckets,
     )
     if 'encoder/side_relpos_bias/rel_embedding' in shapes:
         options = {'encoder_attention': 'transient_global'}

@@ -129,6 +129,8 @@ def _settings(config: model.T5Config) -> dict:
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
     sizes = {theirs: getattr(config, ours) for theirs, ours in hugging_face.SIZES.items()}
+    for field in hugging_face.BUCKETS:
+        sizes[field] = getattr(config, field)
     for theirs, (ours, _) in hugging_face.FAMILY_SETTINGS.get(config.module, {}).items():
         sizes[theirs] = options[ours]
     if config.module == hugging_face.LONG_T5:
