@@ -553,6 +553,34 @@ def test_special_ids_that_differ(tmp_path, name):
     assert_refused(functools.partial(find_vocabulary, tmp_path / 'madlad', name), 'eos_token_id=2')
 
 
+CODET5 = GOLDEN.parent / 'codet5_tokenizer'
+
+
+def test_a_checkpoint_whose_texts_begin_with_an_id(tmp_path):
+    """CodeT5's <s>: before inputs, targets, prompts and allowed answers, and in no text."""
+    [row, _, *_] = json.loads((CODET5 / 'texts.json').read_text())
+    config = dataclasses.replace(CONFIGS['t5_1_1'], vocab_size=408)
+    arrays = random_arrays(config)
+    write_hugging_face.write(tmp_path / 'codet5', config, arrays)
+    shutil.copytree(CODET5, tmp_path / 'codet5', dirs_exist_ok=True)
+    edit_json(tmp_path / 'codet5/config.json', eos_token_id=2)
+    first = infer.load(tmp_path / 'codet5')
+    write_hugging_face.write(tmp_path / 'written', config, arrays, first.vocabulary)
+    for t5 in (first, infer.load(tmp_path / 'written')):
+        text, ids = row['text'], row['ids']
+        encoded, _ = t5.encode([text])
+        np.testing.assert_array_equal(encoded, t5.encode([ids])[0])
+        scores = t5.score([text], [text])
+        np.testing.assert_array_equal(scores, t5.score([ids], [ids]))
+        found = t5.generate([text], allowed=[text], return_scores=True)
+        assert (found.texts, found.tokens) == ([text], [ids[:-1]])
+        assert_close(found.scores, scores, 1e-4)
+        [[begin, *_]] = t5.generate([text], prompts=['def'], return_scores=True).tokens
+        assert begin == 1
+    job = infer_mode.Job(infer_mode.Request(str(tmp_path / 'codet5'), text=text), None, {})
+    assert job.text_ids.tolist() == ids
+
+
 # Against transformers itself: `pip install -e '.[peers]'` runs these.
 THEIR_SIZES = {theirs: SIZES[ours] for theirs, ours in hugging_face.SIZES.items()}
 
