@@ -30,7 +30,7 @@ DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
 # The names of the files that foreign models are read from; results may lie beside them.
 MODEL_FILE = re.compile(
     r'(?!.+-encodings-\d).+\.(safetensors|model|index|index\.json|data-.+)|checkpoint|'
-    r'(.+_)?(config|map|tokens|tokenizer)\.json'
+    r'(.+_)?(config|map|modules|tokens|tokenizer)\.json'
 )
 
 
@@ -177,6 +177,7 @@ def identity(directory: paths.AnyPath) -> str:
     elif directory.is_dir():
         files = [file for file in paths.list_folder(directory) if MODEL_FILE.fullmatch(file.name)]
         files += directory.glob('target.*/*')
+        files += directory.glob('[0-9]_*/*')  # modules of sentence-transformers
     else:  # one file, or the prefix of several
         name = directory.stem if paths.is_file(directory) else directory.name
         for file in paths.list_folder(directory.parent):
