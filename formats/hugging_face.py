@@ -40,7 +40,8 @@ ARCHITECTURES = {
     'switch_transformers': 'SwitchTransformersForConditionalGeneration',
     **gemma.ARCHITECTURES,
 }
-OF_T5 = re.compile('(Long|U?M)?T5|SwitchTransformers')  # the first letters of an architecture
+# How the names of their classes begin: models, encoders, classifiers.
+OF_T5 = re.compile('(Long|U?M)?T5|SwitchTransformers')
 
 # config.json: Hugging Face's name of each size -> the field of T5Config.
 SIZES = {
@@ -283,7 +284,8 @@ def read_index(
     for name in settings.get('architectures') or ():
         if not OF_T5.match(name):  # Chronos-Bolt, whose inputs are patches of a series
             raise Refused(
-                f'{config_file}: architectures={name}: another model than {model_type}: use the program that wrote it'
+                f'{config_file}: architectures={name}: not a {model_type}, such as {ARCHITECTURES[model_type]}: use the '
+                'program that wrote it'
             )
     files = _weight_files(folder)
     if model_type in gemma.ARCHITECTURES:

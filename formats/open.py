@@ -177,7 +177,8 @@ def identity(directory: paths.AnyPath) -> str:
     elif directory.is_dir():
         files = [file for file in paths.list_folder(directory) if MODEL_FILE.fullmatch(file.name)]
         files += directory.glob('target.*/*')
-        files += directory.glob('[0-9]_*/*')  # modules of sentence-transformers
+        if paths.is_file(directory / 'modules.json'):  # of sentence-transformers
+            files += directory.glob('[0-9]_*/*')
     else:  # one file, or the prefix of several
         name = directory.stem if paths.is_file(directory) else directory.name
         for file in paths.list_folder(directory.parent):
@@ -306,6 +307,7 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
         relpos_bias_per_layer=is_per_layer,
         relative_attention_num_buckets=num_buckets,
     )
+    own_model.check_values(config)
     if 'encoder/side_relpos_bias/rel_embedding' in shapes:
         options = {'encoder_attention': 'transient_global'}
         config = own_model.as_family(config, hugging_face.LONG_T5, options)

@@ -31,7 +31,7 @@ T5_PRE_TOKENIZER = {
 EOS_NAMES = ('</s>', '<eos>')
 BOS = '<bos>'  # Gemma's
 NOT_IN_A_TEXT = '\U0010ffff'  # no character
-# CodeT5's class and, of its tokenizer_config.json, the special tokens. Texts get a first and a last one.
+# CodeT5's class, and its special tokens unless tokenizer_config.json names others.
 ROBERTA_TOKENIZER = 'RobertaTokenizer'
 ROBERTA_TOKENS = {
     'bos_token': '<s>',
@@ -42,7 +42,7 @@ ROBERTA_TOKENS = {
     'cls_token': '<s>',
     'mask_token': '<mask>',
 }
-ROBERTA_ENDS = 'RobertaProcessing'  # the step that adds them
+ROBERTA_ENDS = 'RobertaProcessing'  # the step that adds <s> and </s> to a text
 ROBERTA_VOCAB = 'vocab.json'
 ROBERTA_MERGES = 'merges.txt'
 OURS = ('bos_token', 'eos_token')  # of a content that a run keeps; no tokenizer.json has them
@@ -140,7 +140,7 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
             content |= t5_steps(content)
             content['model']['byte_fallback'] = False
         ends = content.get('post_processor') or {}
-        # A run keeps its file without these settings: it has our own, or none from before they were read.
+        # The file that a run keeps has no settings beside it: it has OURS.
         if ends.get('type') == ROBERTA_ENDS and 'tokenizer_class' in beside:
             content['bos_token'], _ = ends['cls']
         vocabulary = TokenizerVocabulary(content)
