@@ -558,25 +558,27 @@ CODET5 = GOLDEN.parent / 'codet5_tokenizer'
 
 def test_a_checkpoint_whose_texts_begin_with_an_id(tmp_path):
     """CodeT5's <s>: before inputs, targets, prompts and allowed answers, and in no text."""
-    [row, _, *_] = json.loads((CODET5 / 'texts.json').read_text())
+    [row, *_] = json.loads((CODET5 / 'texts.json').read_text())
     config = dataclasses.replace(CONFIGS['t5_1_1'], vocab_size=408)
     arrays = random_arrays(config)
     write_hugging_face.write(tmp_path / 'codet5', config, arrays)
     shutil.copytree(CODET5, tmp_path / 'codet5', dirs_exist_ok=True)
     edit_json(tmp_path / 'codet5/config.json', eos_token_id=2)
-    first = infer.load(tmp_path / 'codet5')
-    write_hugging_face.write(tmp_path / 'written', config, arrays, first.vocabulary)
-    for t5 in (first, infer.load(tmp_path / 'written')):
-        text, ids = row['text'], row['ids']
-        encoded, _ = t5.encode([text])
-        np.testing.assert_array_equal(encoded, t5.encode([ids])[0])
-        scores = t5.score([text], [text])
-        np.testing.assert_array_equal(scores, t5.score([ids], [ids]))
-        found = t5.generate([text], allowed=[text], return_scores=True)
-        assert (found.texts, found.tokens) == ([text], [ids[:-1]])
-        assert_close(found.scores, scores, 1e-4)
-        [[begin, *_]] = t5.generate([text], prompts=['def'], return_scores=True).tokens
-        assert begin == 1
+    t5 = infer.load(tmp_path / 'codet5')
+    text, ids = row['text'], row['ids']
+    encoded, _ = t5.encode([text])
+    np.testing.assert_array_equal(encoded, t5.encode([ids])[0])
+    scores = t5.score([text], [text])
+    np.testing.assert_array_equal(scores, t5.score([ids], [ids]))
+    found = t5.generate([text], allowed=[text], return_scores=True)
+    assert (found.texts, found.tokens) == ([text], [ids[:-1]])
+    assert_close(found.scores, scores, 1e-4)
+    prompted = t5.generate([text], allowed=[text], return_scores=True, prompts=['def'])
+    assert prompted.tokens == found.tokens
+    # Written, it has the same ids.
+    write_hugging_face.write(tmp_path / 'written', config, arrays, t5.vocabulary)
+    again = infer.load(tmp_path / 'written')
+    assert again.ends == t5.ends and again.vocabulary.encode([text]) == [ids[1:-1]]
     job = infer_mode.Job(infer_mode.Request(str(tmp_path / 'codet5'), text=text), None, {})
     assert job.text_ids.tolist() == ids
 
