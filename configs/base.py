@@ -83,6 +83,10 @@ def settings() -> ConfigDict:
     config.model.float32_attention_logits = False
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
+    # Buckets of relative positions, each with a bias for every head: 48 in tFINE.
+    config.model.relative_attention_num_buckets = Setting(32, Range(4, 2**16))
+    # The distance from which on relative positions share the last bucket. Above half the buckets.
+    config.model.relative_attention_max_distance = Setting(128, Range(3, 2**24))
     # Recomputation in the backward pass, to save memory: none; dots, all but the products with
     # parameters and the sums over devices; or full, each layer.
     config.model.remat = Setting('none', choices=('none', 'dots', 'full'))

@@ -11,8 +11,8 @@ Files are numbered through the shards, one shard after the other:
 
     TASK-encodings-CCCCC-of-NNNNN.safetensors
         indices     int64 [n]: the number of each example in the file or split, from 0
-        embeddings  --pool=mean: [n, emb_dim], the mean of an example's tokens, EOS included, as in
-                    Sentence-T5, without its projection and normalization
+        embeddings  --pool=mean: [n, width], the mean of an example's tokens, EOS included, and what
+                    follows it in the folder's modules.json: see formats/sentence_transformers.py
                     --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
                     other, EOS included, without padding
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
@@ -46,7 +46,7 @@ import partition
 import paths
 import user_code
 from answers import batches
-from formats import own_model
+from formats import own_model, sentence_transformers
 from messages import Refused, first_ten
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
@@ -129,6 +129,12 @@ class Job:
         self.opened = formats.open.open_model(
             directory, self.named_model, part=MODEL_PART[request.encode]
         )
+        self.pooling = sentence_transformers.Pooling()
+        if request.pool == 'mean':
+            self.pooling = sentence_transformers.read(self.opened.directory)
+        is_default = config is None and 'data.lengths.inputs' not in changes
+        if self.pooling.max_length and is_default:
+            self.config.data.lengths.inputs = self.pooling.max_length
         self.vocabulary = vocabulary_of_checkpoint(
             self.opened.directory, self.config.data, self.opened.config
         )
@@ -384,7 +390,7 @@ def results_of(
         return map(pooled, batch, encoded) if request.pool == 'mean' else encoded
 
     def pooled(example: infer.Question, outputs_MD: np.ndarray) -> np.ndarray:
-        return outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0, keepdims=True)
+        return job.pooling(outputs_MD[None], np.asarray(example.inputs)[None] > 0)
 
     def one_or_all(values: list) -> Any:
         return values[0] if settings.num_return == 1 else values  # the best answer is the first

@@ -23,7 +23,16 @@ from model import T5Config
 from vocabulary import Vocabulary
 
 # Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
-SIZES = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
+SIZES = (
+    'vocab_size',
+    'emb_dim',
+    'num_heads',
+    'head_dim',
+    'mlp_dim',
+    'mlp_activations',
+    'relative_attention_num_buckets',
+    'relative_attention_max_distance',
+)
 ONLY_STRICT = (
     'num_encoder_layers',
     'num_decoder_layers',
@@ -71,7 +80,7 @@ def with_restored_sizes(
     with contextlib.suppress(Refused, OSError, re.error):
         stored = check.read_stored(paths.to_path(workdir)) if workdir else {}
         if stored.get('restore', {}).get('path') == restore.path:
-            sizes = stored['model']
+            sizes = {**base.get_config().model.to_dict(), **stored['model']}
         else:
             opened = formats.open.open_model(restore.path, part='')
             sizes = own_model.as_settings(opened.config)

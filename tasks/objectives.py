@@ -416,7 +416,7 @@ class PromptedTextToText(TextToText):
         inputs = np.concatenate([self.bos, record['inputs']])
         if not len(inputs):
             inputs = self.eos
-        return inputs, np.append(record['targets'], self.eos)
+        return inputs, np.concatenate([self.begin, record['targets'], self.eos])
 
     def cut(self, ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
         return ids[:length]
@@ -444,7 +444,8 @@ class TextToTextWithSentinel(PromptedTextToText):
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
         inputs = np.concatenate([self.bos, record['inputs'], self.sentinel, self.end])
-        return inputs, np.concatenate([self.sentinel, record['targets'], self.eos])
+        targets = [self.begin, self.sentinel, record['targets'], self.eos]
+        return inputs, np.concatenate(targets)
 
     def cut(self, ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
         return TextToText.cut(self, ids, length, ids[-1 - len(end) :])
