@@ -228,8 +228,8 @@ def measure_ours(trial: Trial) -> Measurement:
             interval.wait(all_steps=True)
             interval = Interval()
             clock.restart()
-        with clock.taking_step():
-            with clock.waiting_for_data():
+        with clock.doing('steps'), clock.taking_step():
+            with clock.doing('waiting for data'):
                 batch = batches.next()
             on_device = partition.place_rows(spec.mesh, batch.features)
             state, metrics = train_step(state, on_device)
