@@ -351,7 +351,7 @@ def restore(
         if average not in arrays:
             arrays[average] = arrays[parameter].copy()
 
-    recent = jax.tree.map(lambda x: np.full(x.shape, np.nan), spec.state_shapes.recent)
+    recent = jax.tree.map(lambda x: np.full(x.shape, np.inf), spec.state_shapes.recent)
     tree = state_names.from_t5x(arrays, spec.state_shapes.opt_state)
     state = train.TrainState(*tree, recent)
     state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, spec.state_shapes)

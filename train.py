@@ -37,7 +37,7 @@ class TrainState(NamedTuple, Generic[Leaf]):
     step: Leaf  # int32: steps taken
     params: dict[str, Leaf]  # {T5X's path: float32}
     opt_state: optax.OptState
-    # The losses and gradient norms of the last updates, float32 [2, spike_window], the newest at the end, NaN
+    # The losses and gradient norms of the last updates, float32 [2, spike_window], the newest at the end, inf
     # before the first. A side file of a checkpoint keeps them, not T5X's tree.
     recent: Leaf | None = None
 
@@ -77,9 +77,10 @@ def is_spike(recent: jax.Array, latest: jax.Array, sigma: float) -> jax.Array:
 
     False until half of `recent` is known. Source: OLMo-core's SkipStepOptimizer.
     """
-    num_known = (~jnp.isnan(recent[0])).sum()
-    limits = jnp.nanmean(recent, axis=1) + sigma * jnp.nanstd(recent, axis=1, ddof=1)
-    return (num_known >= recent.shape[1] // 2) & (latest > limits).any()
+    known = jnp.isfinite(recent)
+    deviation = recent.std(axis=1, where=known, ddof=1)
+    limits = recent.mean(axis=1, where=known) + sigma * deviation
+    return (known[0].sum() >= recent.shape[1] // 2) & (latest > limits).any()
 
 
 def gradients(
@@ -146,7 +147,7 @@ def init(spec: 'StepSpec') -> TrainState[jax.Array]:
     """Return the state before the first step."""
     init_key, _ = jax.random.split(jax.random.key(spec.seed))
     params = model.init(spec.model_config, init_key)
-    recent = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), spec.state_shapes.recent)
+    recent = jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), spec.state_shapes.recent)
     return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)), recent)
 
 

@@ -158,7 +158,7 @@ def training_metrics(
 
 
 def recent_steps(saved: Any, unknown: jax.Array) -> jax.Array:
-    """Return TrainState.recent of a checkpoint, in the shape of `unknown`, NaN if the checkpoint has fewer steps."""
+    """Return TrainState.recent of a checkpoint, in the shape of `unknown`, inf if the checkpoint has fewer steps."""
     if saved is None:
         return unknown
     values = np.append(np.asarray(unknown), np.array(saved, np.float32), axis=1)

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from forms import first_quick
 from not_finite_test import faulty_config, make_batch, write_records
-from runs import assert_close_runs, assert_same_run, metrics_of, run, stop_after
+from runs import (
+    assert_close_runs,
+    assert_same_run,
+    in_two_processes,
+    metrics_of,
+    run,
+    stop_after,
+    write_corpus,
+)
 
 import partition
 import train
@@ -33,7 +41,7 @@ def test_the_rule(window, sigma):
     series = rng.normal([3, 0.5], [0.4, 0.2], (80, 2)).astype(np.float32)
     series[rng.integers(2, 80, 9), rng.integers(0, 2, 9)] *= 3
     compiled = jax.jit(functools.partial(train.is_spike, sigma=sigma))
-    recent = jnp.full([2, window], jnp.nan)
+    recent = jnp.full([2, window], jnp.inf)
     updates = []
     spikes = []
     for latest in series:
@@ -49,9 +57,9 @@ def test_the_rule(window, sigma):
 def test_a_window_that_changes(num_saved):
     """The newest steps stay, at the end, to the bit."""
     saved = np.random.default_rng(0).random((2, num_saved), np.float32)
-    unknown = jnp.full([2, 4], jnp.nan)
+    unknown = jnp.full([2, 4], jnp.inf)
     text = json.dumps(saved.tolist())
-    expected = np.full((2, 4), np.nan, np.float32)
+    expected = np.full((2, 4), np.inf, np.float32)
     for i in range(min(4, num_saved)):
         expected[:, -1 - i] = saved[:, -1 - i]
     np.testing.assert_array_equal(recent_steps(json.loads(text), unknown), expected)
@@ -119,3 +127,30 @@ def test_a_run_with_spikes(tmp_path):
         losses[name] = np.mean([x['nats_per_token'] for x in lines[-5:]])
     assert losses['ruined'] > 4.2
     assert losses['run'] == pytest.approx(losses['clean'], abs=0.15)
+
+
+TWO = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import pathlib
+import jax
+jax.distributed.initialize(sys.argv[3], 2, int(sys.argv[4]))
+import runs
+folder = pathlib.Path(sys.argv[5])
+for name, steps in (('expected', 7), ('run', 5), ('run', 7)):
+    config = runs.small_config(str(folder / 'made_up.txt'), steps, data_axis=2)
+    config.data.vocabulary = 'bytes'
+    config.train.update(on_spike='skip', spike_sigma=0.5, spike_window=4)
+    runs.run(config, folder / name)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_skip_the_same_when_resumed(tmp_path):
+    write_corpus(tmp_path)
+    in_two_processes(TWO, str(tmp_path))
+    training = []
+    for name in ('run', 'expected'):
+        training.append([x for x in metrics_of(tmp_path / name) if x['run'] == 'train'])
+    assert training[0] == training[1]
+    assert [x['step'] for x in training[0] if x.get('skipped_steps')] == [4, 6]
