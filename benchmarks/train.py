@@ -235,7 +235,8 @@ def measure_ours(trial: Trial) -> Measurement:
             state, metrics = train_step(state, on_device)
             interval.add(metrics, batch.features, batch.before)
             interval.wait(all_steps=clock.seconds_of_last_step > 1)
-    interval.fetch()
+    with clock.doing('steps'):
+        interval.fetch()
     seconds = clock.seconds
     assert all(metrics['finite'] for metrics in interval.metrics)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
