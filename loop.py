@@ -110,7 +110,7 @@ def take_steps(run: 'Run') -> None:
 class Hook(NamedTuple):
     """A function that the loop calls after some of the steps."""
 
-    name: str  # for the time that it takes
+    name: str  # labels its time
     is_due: Callable[['Run'], bool | int]
     call: Callable[['Run'], None]
 

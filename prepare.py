@@ -31,7 +31,7 @@ from messages import Refused
 from randomness import digest
 from run import checks, console, memory, start, task_metrics, workdir
 from run.agreement import check_alike, gather
-from run.interval import Clock, Interval, Skips, lost_seconds, recent_steps
+from run.interval import Clock, Interval, Skips, logged_seconds, recent_steps
 from run.introduction import introduce
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from stream import OpenMixture, OpenTask, Stream
@@ -118,7 +118,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         config.train.steps = start.last_step(begin, config.train)
         old_lines = lines
         lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
-        clock.add({'lost after stops': lost_seconds(old_lines, lines)})
+        clock.add({'lost after stops': logged_seconds(old_lines) - logged_seconds(lines)})
         end = start.end_of(begin, config.train, best.history(config.save, lines))
         # Removes unfinished saves, which may fill the disk.
         saver = checkpoint.Saver(folder, config.save.dtype, prune=lambda: kept.prune())

@@ -1,4 +1,4 @@
-"""The steps since the last logged one: their metrics, and those that are skipped; and where the time of a run goes.
+"""The steps since the last logged one, skipped steps, and the time of a run.
 
 What a run does about a step whose loss, gradient norm, update or optimizer state is not finite, as
 train.on_not_finite says:
@@ -6,8 +6,8 @@ train.on_not_finite says:
     stop   raises FloatingPointError, which names the step and its documents
     skip   continues: the compiled step has left parameters and optimizer state as they were
 
-At most train.max_not_finite of these steps are skipped in the life of a run: its checkpoints count them. With
-train.on_spike=skip the same goes for a spike (train.is_spike), at most train.spike_window of them in succession.
+At most train.max_not_finite of these steps are skipped in the life of a run: its checkpoints count them.
+train.on_spike=skip also skips spikes (train.is_spike), at most train.spike_window in succession.
 Source: T5X's TerminateOnNanAction and skip_nan_updates (t5x/adafactor.py).
 """
 
@@ -112,11 +112,9 @@ class Clock:
         self.num_steps += 1
 
 
-def lost_seconds(lines: Sequence[Mapping], kept: Sequence[Mapping]) -> float:
-    """Return the time of the steps in `lines` of metrics.jsonl that are not in those that were `kept`."""
-    return sum(x.get('timing/seconds', 0.0) for x in lines) - sum(
-        x.get('timing/seconds', 0.0) for x in kept
-    )
+def logged_seconds(lines: Sequence[Mapping]) -> float:
+    """Return the time of the steps in `lines` of metrics.jsonl."""
+    return sum(line.get('timing/seconds', 0.0) for line in lines)
 
 
 def training_metrics(
