@@ -17,8 +17,8 @@ import optimizer
 import partition
 from run import agreement
 from run.agreement import Batches, StopRequest, counts_of_all, remember_interrupt
-from run.console import Console, End, describe_trimming, ending, progress_line
-from run.interval import Clock, Fault, Interval, NotFinite, training_metrics
+from run.console import Console, End, describe_time, describe_trimming, ending, progress_line
+from run.interval import Clock, Fault, Interval, Skips, training_metrics
 from run.prefetch import PrefetchedBatch
 from run.workdir import Progress, Workdir, progress_files, record_end
 from stream import Stream
@@ -30,8 +30,8 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
 
     When `stop` returns the number of a signal, save the step and return the number. Without `stop` (in a
     notebook) an interrupt has this effect. Raises FloatingPointError, at most one logged interval later,
-    for a step that is not finite, as train.on_not_finite says; other errors, such as bad data or a full
-    disk, are raised after the steps before them are saved.
+    for a step that is not finite or a spike, as train.on_not_finite and train.on_spike say; other errors,
+    such as bad data or a full disk, are raised after the steps before them are saved.
     """
     assert not run.workdir.lock.closed, 'this run has ended: prepare it again to continue'
     with run.workdir.lock, contextlib.ExitStack() as stack:
@@ -39,8 +39,9 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
             stop = stack.enter_context(remember_interrupt())
         run.stop = StopRequest(stop)
         try:
-            take_steps(run)
-            with run.console.working('Saving'):
+            with run.clock.doing('steps'):
+                take_steps(run)
+            with run.clock.doing('saving'), run.console.working('Saving'):
                 agreement.in_all(run.workdir.saver.wait)
         except Exception as error:
             save_before_error(run, error)
@@ -61,6 +62,8 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
                 run.end,
                 took_steps=run.step > run.first_step,
             )
+        if run.step > run.first_step:
+            lines.insert(0, describe_time(run.clock.totals))
         for line in lines:
             run.console.line(line)
     return run.stop.signal
@@ -69,21 +72,22 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
 def take_steps(run: 'Run') -> None:
     """For each batch, step; then call each hook that is due."""
     if run.end is None:
-        with run.console.working('Making the first batch'):
+        with run.clock.doing('starting'), run.console.working('Making the first batch'):
             num_workers = run.stream.data_group.num_workers
             batches = Batches(run.stream, num_workers, may_end=run.train.epochs > 0)
         if batches.have_ended:
             run.end = End.EPOCHS
     if run.step in checkpoint.steps(run.workdir.path):  # a signal or a kill prevented evaluations
-        evaluate(run)
-        stop_early(run)
+        with run.clock.doing('evaluating'):
+            evaluate(run)
+            stop_early(run)
     run.clock.restart()
     while run.end is None and not run.stop.signal:
         run.workdir.saver.check()
         if run.workdir.lock.is_lost:
             raise OSError(f'{run.workdir.path} is in use by another process: this run ends')
         with run.clock.taking_step():
-            with run.clock.waiting_for_data():
+            with run.clock.doing('waiting for data'):
                 batch = batches.next()
             run.take_step(batch)
             if batches.have_ended:
@@ -97,7 +101,8 @@ def take_steps(run: 'Run') -> None:
             run.console.line(f'Left out, {batch.num_faults:,} so far: {text}')
         for hook in run.hooks:
             if hook.is_due(run):
-                hook.call(run)
+                with run.clock.doing(hook.name):
+                    hook.call(run)
     if run.end in (End.EPOCHS, End.EARLY_STOPPING):
         record_end(run.workdir.path, run.step)
 
@@ -105,7 +110,7 @@ def take_steps(run: 'Run') -> None:
 class Hook(NamedTuple):
     """A function that the loop calls after some of the steps."""
 
-    name: str
+    name: str  # labels its time
     is_due: Callable[['Run'], bool | int]
     call: Callable[['Run'], None]
 
@@ -116,12 +121,12 @@ def default_hooks() -> list[Hook]:
     Saving comes last: a run that resumes from the checkpoint has the log and the evaluations.
     """
     others = [
-        Hook('log', lambda run: run.is_shown or run.is_due(run.log_every_steps), log),
-        Hook('evaluate', lambda run: len(due_evaluations(run)) > 0, evaluate),
-        Hook('stop early', lambda run: len(due_evaluations(run)) > 0, stop_early),
-        Hook('save', lambda run: run.stop.signal or run.is_due(run.save_every_steps), save),
+        Hook('logging', lambda run: run.is_shown or run.is_due(run.log_every_steps), log),
+        Hook('evaluating', lambda run: len(due_evaluations(run)) > 0, evaluate),
+        Hook('evaluating', lambda run: len(due_evaluations(run)) > 0, stop_early),
+        Hook('saving', lambda run: run.stop.signal or run.is_due(run.save_every_steps), save),
     ]
-    check = Hook('check finite', lambda run: any(x.is_due(run) for x in others), check_finite)
+    check = Hook('checking', lambda run: any(x.is_due(run) for x in others), check_finite)
     return [check, *others]
 
 
@@ -154,7 +159,7 @@ class Run:
     spec: StepSpec
     # (state, batch) -> (state, metrics); None if `end` is set
     train_step: Callable[[TrainState, Mapping], tuple[TrainState, Mapping]] | None
-    not_finite: NotFinite
+    skips: Skips
     step: int  # steps taken
     state: TrainState[jax.Array]
     interval: Interval  # the steps since the last logged one
@@ -187,17 +192,17 @@ class Run:
 
 
 def check_finite(run: Run) -> None:
-    """Raise LossNotFinite for a step that ends the run; report those that were skipped."""
+    """Raise LossNotFinite for a step that ends the run; report skipped ones."""
     fault = find_fault(run)
     if fault is not None:
         run.workdir.saver.wait()  # the error names the newest checkpoint
-        raise run.not_finite.error(fault)
+        raise run.skips.error(fault)
 
 
 def find_fault(run: Run) -> Fault | None:
     """Fetch the metrics of the steps so far, and return the first one that ends the run, if any."""
     run.interval.fetch()
-    return run.not_finite.find(run.interval, run.step, run.stream, run.console.line)
+    return run.skips.find(run.interval, run.step, run.stream, run.console.line)
 
 
 def log(run: Run) -> None:
@@ -237,16 +242,15 @@ def evaluate(run: Run) -> None:
     due = due_evaluations(run)
     missing = run.workdir.metrics.missing([x.name for x in due], run.step)
     params = optimizer.averaged(run.state.params, run.state.opt_state)
-    with run.clock.paused():
-        for evaluation in due:
-            if run.stop.signal:
-                return
-            if evaluation.name not in missing:
-                continue
-            with run.console.working(f'Evaluating {evaluation.name}, step {run.step:,}'):
-                values = evaluation(params, run.step, run.stop.agree)
-            if values is not None:
-                run.workdir.metrics.write(evaluation.name, run.step, values)
+    for evaluation in due:
+        if run.stop.signal:
+            return
+        if evaluation.name not in missing:
+            continue
+        with run.console.working(f'Evaluating {evaluation.name}, step {run.step:,}'):
+            values = evaluation(params, run.step, run.stop.agree)
+        if values is not None:
+            run.workdir.metrics.write(evaluation.name, run.step, values)
 
 
 def stop_early(run: Run) -> None:
@@ -263,10 +267,10 @@ def stop_early(run: Run) -> None:
 def save(run: Run) -> None:
     """Save a checkpoint of this step, with the files that a run needs to continue."""
     assert run.batch is not None
-    with run.clock.paused():
-        progress = Progress(run.interval.metrics, run.not_finite.count)
-        files = run.workdir.files | progress_files(run.stream, run.batch, progress)
-        run.workdir.saver.save(run.step, saved_tree(run.spec, run.state), files)
+    progress = Progress(run.interval.metrics, run.skips.num_not_finite, run.clock.totals)
+    progress = progress._replace(recent=run.state.recent)
+    files = run.workdir.files | progress_files(run.stream, run.batch, progress)
+    run.workdir.saver.save(run.step, saved_tree(run.spec, run.state), files)
 
 
 def save_before_error(run: Run, error: Exception) -> None:

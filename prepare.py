@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Mapping
 from concurrent import futures
 from typing import NamedTuple
@@ -32,7 +31,7 @@ from messages import Refused
 from randomness import digest
 from run import checks, console, memory, start, task_metrics, workdir
 from run.agreement import check_alike, gather
-from run.interval import Interval, NotFinite
+from run.interval import Clock, Interval, Skips, logged_seconds, recent_steps
 from run.introduction import introduce
 from run.train_vocabulary import find_or_train_vocabulary, training_texts
 from stream import OpenMixture, OpenTask, Stream
@@ -58,6 +57,8 @@ def make_spec(
         num_microbatches=num_microbatches,
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
+        spike_window=config.train.spike_window * (config.train.on_spike == 'skip'),
+        spike_sigma=config.train.spike_sigma,
     )
     spec.model_config.family.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
@@ -95,6 +96,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     The order: spec, text, start, vocabulary, streams, step, state, files, evaluations. Restores the newest valid
     checkpoint if there is one. Raises Refused or OSError, before anything is compiled, for invalid settings and files.
     """
+    clock = Clock()
     spec = make_spec(config)
     periods = {'eval': config.eval.every_steps, 'infer_eval': config.infer_eval.every_steps}
     best.check_settings(config.save, config.train.early_stopping, periods)
@@ -114,7 +116,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             )
         config = config.copy_and_resolve_references()
         config.train.steps = start.last_step(begin, config.train)
+        old_lines = lines
         lines = [line for line in lines if begin.is_resumed and line['step'] <= begin.step]
+        clock.add({'lost after stops': logged_seconds(old_lines) - logged_seconds(lines)})
         end = start.end_of(begin, config.train, best.history(config.save, lines))
         # Removes unfinished saves, which may fill the disk.
         saver = checkpoint.Saver(folder, config.save.dtype, prune=lambda: kept.prune())
@@ -131,8 +135,11 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         )
         if config.save.best_metric:
             task_metrics.check_best_metric(config.save.best_metric, held_out, answered)
-        planned, state = compile_and_restore(config, spec, begin, folder, end, terminal)
+        planned, state = compile_and_restore(config, spec, begin, folder, end, terminal, clock)
         progress = workdir.read_progress(begin.directory, training)
+        clock.add(progress.seconds)
+        if state.recent is not None:
+            state = state._replace(recent=recent_steps(progress.recent, state.recent))
         resolved['train']['num_microbatches'] = planned.num_microbatches
         files = write_files(folder, resolved, spec, vocabulary)
         metrics = workdir.Metrics(folder, lines, text.training.corpus, config.save)
@@ -160,11 +167,12 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         evaluations=[*losses, *answers],
         spec=spec,
         train_step=planned.step,
-        not_finite=NotFinite(config.train, folder, begin.step, progress.num_not_finite),
+        skips=Skips(config.train, folder, begin.step, progress.num_not_finite),
         step=begin.step,
         state=state,
         interval=Interval(progress.interval),
         end=end,
+        clock=clock,
     )
 
 
@@ -264,6 +272,7 @@ def compile_and_restore(
     folder: paths.AnyPath,
     end: loop.End | None,
     terminal: console.Console,
+    clock: Clock,
 ) -> tuple[memory.Plan, train.TrainState[jax.Array]]:
     """Return the compiled step, none for a finished run, and the state before it."""
     planned = memory.Plan(step=None, num_microbatches=1, note='')
@@ -277,14 +286,14 @@ def compile_and_restore(
             f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
         )
         memory.check_state_fits(spec.mesh, spec.state_shapes, spec.state_specs)
-        began = time.monotonic()
-        with terminal.working('Compiling'), futures.ThreadPoolExecutor(1) as thread:
+        working = terminal.working('Compiling')
+        with clock.doing('compiling'), working, futures.ThreadPoolExecutor(1) as thread:
             if not begin.leaves:  # in parallel: both take about as long
                 initialize = thread.submit(train.compile_init, spec)
             planned = fit_step(config, spec)
         if planned.note:
             terminal.line(planned.note)
-        terminal.line(f'Compiled in {time.monotonic() - began:.1f} s.')
+        terminal.line(f'Compiled in {clock.totals["compiling"]:.1f} s.')
     with terminal.working('Restoring' if begin.leaves else 'Initializing'):
         if not begin.leaves:
             return planned, initialize.result()()
@@ -342,6 +351,8 @@ def restore(
         if average not in arrays:
             arrays[average] = arrays[parameter].copy()
 
-    state = train.TrainState(*state_names.from_t5x(arrays, spec.state_shapes.opt_state))
+    recent = jax.tree.map(lambda x: np.full(x.shape, np.inf), spec.state_shapes.recent)
+    tree = state_names.from_t5x(arrays, spec.state_shapes.opt_state)
+    state = train.TrainState(*tree, recent)
     state = jax.tree.map(lambda x, like: x.astype(like.dtype), state, spec.state_shapes)
     return jax.device_put(state, partition.shardings(spec.mesh, spec.state_specs))

@@ -23,11 +23,11 @@ AVERAGE_SLOT = 'ema_params'  # optimizer.ParameterAverage
 
 
 def to_t5x(
-    step: Leaf, params: Mapping[str, Leaf], opt_state: optax.OptState
+    step: Leaf, params: Mapping[str, Leaf], opt_state: optax.OptState, recent: Leaf | None = None
 ) -> dict[str, Leaf | NDArray]:
     """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and `state_paths`.
 
-    A random key, as in optax.add_noise, cannot be saved. Frozen parameters have no state.
+    A random key, as in optax.add_noise, cannot be saved. Frozen parameters have no state. T5X has no `recent`.
     """
     tree: dict[str, Leaf | NDArray] = {STEP: step}
     for path, x in params.items():

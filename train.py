@@ -37,6 +37,9 @@ class TrainState(NamedTuple, Generic[Leaf]):
     step: Leaf  # int32: steps taken
     params: dict[str, Leaf]  # {T5X's path: float32}
     opt_state: optax.OptState
+    # The losses and gradient norms of the last updates, float32 [2, spike_window], the newest at the end, inf
+    # before the first. A side file of a checkpoint keeps them, not T5X's tree.
+    recent: Leaf | None = None
 
 
 def train_step(
@@ -55,11 +58,29 @@ def train_step(
     totals = [metrics['loss'], metrics['gradient_norm'], optimizer.norm(updates)]
     totals += map(kernels.sum, jax.tree.leaves(opt_state))
     metrics['finite'] = jnp.isfinite(sum(totals))
-    new = TrainState(state.step + 1, params, opt_state)
-    if spec.skips_not_finite:
+    makes_update = metrics['finite']
+    recent = state.recent
+    if recent is not None:
+        latest = jnp.stack([metrics['loss'], metrics['gradient_norm']])
+        metrics['spike'] = is_spike(recent, latest, spec.spike_sigma)
+        makes_update &= ~metrics['spike']
+        recent = jnp.concatenate([recent[:, 1:], latest[:, None]], axis=1)
+    new = TrainState(state.step + 1, params, opt_state, recent)
+    if spec.skips_not_finite or recent is not None:
         old = state._replace(step=new.step)
-        new = jax.tree.map(functools.partial(jnp.where, metrics['finite']), new, old)
+        new = jax.tree.map(functools.partial(jnp.where, makes_update), new, old)
     return new, metrics
+
+
+def is_spike(recent: jax.Array, latest: jax.Array, sigma: float) -> jax.Array:
+    """Return whether a value of `latest` lies `sigma` standard deviations above the mean of its row of `recent`.
+
+    False until half of `recent` is known. Source: OLMo-core's SkipStepOptimizer.
+    """
+    known = jnp.isfinite(recent)
+    deviation = recent.std(axis=1, where=known, ddof=1)
+    limits = recent.mean(axis=1, where=known) + sigma * deviation
+    return (known[0].sum() >= recent.shape[1] // 2) & (latest > limits).any()
 
 
 def gradients(
@@ -126,7 +147,8 @@ def init(spec: 'StepSpec') -> TrainState[jax.Array]:
     """Return the state before the first step."""
     init_key, _ = jax.random.split(jax.random.key(spec.seed))
     params = model.init(spec.model_config, init_key)
-    return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)))
+    recent = jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), spec.state_shapes.recent)
+    return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)), recent)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)  # no repr: JAX puts it in front of its messages
@@ -145,6 +167,8 @@ class StepSpec:
     num_microbatches: int
     gradient_dtype: str
     skips_not_finite: bool  # a step that is not finite leaves the state as it was
+    spike_window: int  # the same for a spike; 0 for no guard
+    spike_sigma: float
 
     @property
     def rows_per_device(self) -> int:
@@ -180,14 +204,17 @@ class StepSpec:
         for path, shape in model.shapes(self.model_config).items():
             params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
         opt_state = jax.eval_shape(self.tx.init, self.trained_of(params))
-        return TrainState(step, params, opt_state)
+        recent = None
+        if self.spike_window:
+            recent = jax.ShapeDtypeStruct((2, self.spike_window), jnp.float32)
+        return TrainState(step, params, opt_state, recent)
 
     @functools.cached_property
     def state_specs(self) -> TrainState[P]:
-        _, params, opt_state = self.state_shapes
+        _, params, opt_state, recent = self.state_shapes
         param_specs = model.param_specs(self.model_config)
         opt_specs = state_names.state_specs(opt_state, params, param_specs)
-        return TrainState(P(), param_specs, opt_specs)
+        return TrainState(P(), param_specs, opt_specs, jax.tree.map(lambda _: P(), recent))
 
 
 def compile_init(spec: StepSpec) -> jax.stages.Compiled:

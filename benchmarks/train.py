@@ -228,14 +228,15 @@ def measure_ours(trial: Trial) -> Measurement:
             interval.wait(all_steps=True)
             interval = Interval()
             clock.restart()
-        with clock.taking_step():
-            with clock.waiting_for_data():
+        with clock.doing('steps'), clock.taking_step():
+            with clock.doing('waiting for data'):
                 batch = batches.next()
             on_device = partition.place_rows(spec.mesh, batch.features)
             state, metrics = train_step(state, on_device)
             interval.add(metrics, batch.features, batch.before)
             interval.wait(all_steps=clock.seconds_of_last_step > 1)
-    interval.fetch()
+    with clock.doing('steps'):
+        interval.fetch()
     seconds = clock.seconds
     assert all(metrics['finite'] for metrics in interval.metrics)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

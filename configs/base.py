@@ -18,6 +18,7 @@ from configs.setting import (
     SIZE,
     STEPS,
     STEPS_OR_NONE,
+    WINDOW,
     Range,
     Setting,
 )
@@ -320,6 +321,13 @@ def settings() -> ConfigDict:
     config.train.on_not_finite = Setting('stop', choices=('stop', 'skip'))
     # Such steps that a run may skip in its life. After these it stops.
     config.train.max_not_finite = Setting(10, STEPS)
+    # Whether to skip a spike, a step whose loss or gradient norm is far above its mean: no or skip.
+    config.train.on_spike = Setting('no', choices=('no', 'skip'))
+    # Standard deviations above the mean at which a spike begins.
+    config.train.spike_sigma = Setting(6.0, POSITIVE)
+    # Last steps, without skipped ones, of mean and deviation. The first spike may come after half as many.
+    # The run stops after this many spikes in succession.
+    config.train.spike_window = Setting(128, WINDOW)
     # Rows of the global batch, over all devices.
     config.train.batch_size = Setting(128, SIZE)
     # Microbatches per step: a number, or auto for as few as fit into memory.

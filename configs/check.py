@@ -47,6 +47,7 @@ ADAFACTOR = (
 # A dependent that is given on the command line without the other one is refused: it has no effect.
 NEEDS = (
     Needs('model.lora_rank', None, ('model.lora_alpha', 'model.lora_targets')),
+    Needs('train.on_spike', 'skip', ('train.spike_sigma', 'train.spike_window')),
     Needs('data.targets', '', ('data.text_field', 'data.references')),
     Needs('data.references', '', ('data.text_field',)),
     Needs('data.on_bad_line', 'skip', ('data.max_bad_fraction',)),

@@ -126,6 +126,15 @@ def format_seconds(seconds: float) -> str:
     return f'{hours}:{minutes:02}:{seconds:02}'
 
 
+def describe_time(totals: Mapping[str, float]) -> str:
+    """Return a line that adds up the seconds of a run's activities, the longest first."""
+    parts = []
+    for activity in sorted(totals, key=lambda x: -totals[x]):
+        if totals[activity] >= 0.5:
+            parts.append(f'{activity} {format_seconds(totals[activity])}')
+    return f'Time {format_seconds(sum(totals.values()))}: {", ".join(parts)}'
+
+
 def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
     """Yield a line for each task with examples that were cut; `counts`: {task: [given, cut]}."""
     for task, (num_examples, num_trimmed) in counts.items():

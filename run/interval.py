@@ -1,4 +1,4 @@
-"""The steps since the last logged one: their metrics, their time, and those that are not finite.
+"""The steps since the last logged one, skipped steps, and the time of a run.
 
 Response of a run to a step whose loss, gradient norm, update or optimizer state is not finite, as
 train.on_not_finite says:
@@ -7,16 +7,18 @@ train.on_not_finite says:
     skip   continues: the compiled step has left parameters and optimizer state as they were
 
 At most train.max_not_finite of these steps are skipped in the life of a run: its checkpoints count them.
+train.on_spike=skip also skips spikes (train.is_spike), at most train.spike_window in succession.
 Source: T5X's TerminateOnNanAction and skip_nan_updates (t5x/adafactor.py).
 """
 
+import collections
 import contextlib
 import dataclasses
 import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,20 +63,46 @@ class Interval:
 
 
 class Clock:
-    """The time that the steps since the last logged one took, without evaluating and saving."""
+    """The time of a run: in its life, by activity, and of the steps since the last logged one."""
 
     def __init__(self):
+        self.totals: collections.defaultdict[str, float] = collections.defaultdict(float)
         self.seconds_of_last_step = math.inf
+        self._activity = 'starting'
+        self._began = time.perf_counter()
         self.restart()
 
     def restart(self) -> None:
+        """Begin a logged interval."""
         self.num_steps = 0
-        self.data_wait_seconds = 0.0
-        self._start = time.perf_counter()
+        self._before = self.totals.copy()
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._start
+        return self.data_wait_seconds + self.totals['steps'] - self._before['steps']
+
+    @property
+    def data_wait_seconds(self) -> float:
+        return self.totals['waiting for data'] - self._before['waiting for data']
+
+    @contextlib.contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Count the time of the body as `activity`, and not as the activity around it."""
+        outer = self._activity
+        self._turn_to(activity)
+        yield
+        self._turn_to(outer)
+
+    def _turn_to(self, activity: str) -> None:
+        now = time.perf_counter()
+        self.totals[self._activity] += now - self._began
+        self._activity = activity
+        self._began = now
+
+    def add(self, totals: Mapping[str, float]) -> None:
+        """Add the seconds of activities in earlier processes of the run."""
+        for activity, seconds in totals.items():
+            self.totals[activity] += seconds
 
     @contextlib.contextmanager
     def taking_step(self) -> Iterator[None]:
@@ -83,17 +111,10 @@ class Clock:
         self.seconds_of_last_step = time.perf_counter() - began
         self.num_steps += 1
 
-    @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.data_wait_seconds += time.perf_counter() - began
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self._start += time.perf_counter() - began
+def logged_seconds(lines: Sequence[Mapping]) -> float:
+    """Return the time of the steps in `lines` of metrics.jsonl."""
+    return sum(line.get('timing/seconds', 0.0) for line in lines)
 
 
 def training_metrics(
@@ -101,7 +122,7 @@ def training_metrics(
 ) -> dict[str, float]:
     """Return T5X's metrics of some steps: means over those that made an update. Tokens include padding."""
     values: dict[str, float] = {}
-    updates = [metrics for metrics in interval if metrics['finite']]
+    updates = [metrics for metrics in interval if makes_update(metrics)]
     if updates:
         values = validation.summarize(updates, batch_size, data_group)
         values['learning_rate'] = float(np.mean([x['learning_rate'] for x in updates]))
@@ -131,32 +152,49 @@ def training_metrics(
     return values
 
 
-# Steps that are not finite.
+# Steps that make no update.
+
+
+def recent_steps(saved: Any, unknown: jax.Array) -> jax.Array:
+    """Return TrainState.recent of a checkpoint, in the shape of `unknown`, inf if the checkpoint has fewer steps."""
+    if saved is None:
+        return unknown
+    values = np.append(np.asarray(unknown), np.array(saved, np.float32), axis=1)
+    return jax.device_put(values[:, -unknown.shape[1] :], unknown.sharding)
+
+
+def makes_update(metrics: Mapping[str, float]) -> bool:
+    return bool(metrics['finite'] and not metrics.get('spike'))
 
 
 class Fault(NamedTuple):
-    """A step that is not finite."""
+    """A step that makes no update."""
 
     step: int
+    is_spike: bool  # else not finite
     loss: float
     gradient_norm: float
     documents: str
 
     def __str__(self) -> str:
         norm = f'{self.gradient_norm:.6g}'
-        if math.isfinite(self.loss + self.gradient_norm):
+        kind = 'not finite'
+        if self.is_spike:
+            kind = 'a spike'
+        elif math.isfinite(self.loss + self.gradient_norm):
             norm += ', but not its update or the optimizer state'
-        return f'step {self.step} is not finite: loss {self.loss:.6g}, gradient norm {norm}'
+        return f'step {self.step} is {kind}: loss {self.loss:.6g}, gradient norm {norm}'
 
 
 @dataclasses.dataclass
-class NotFinite:
-    """The steps of a run that are not finite."""
+class Skips:
+    """The steps of a run that make no update."""
 
     train: ConfigDict  # the group of settings
     workdir: paths.AnyPath
     first_step: int
-    count: int  # steps that were skipped
+    num_not_finite: int  # skipped in the life of the run
+    num_spikes: int = 0  # in succession
 
     def find(
         self, interval: Interval, step: int, stream: Stream, report: Callable[[str], None]
@@ -167,28 +205,47 @@ class NotFinite:
         """
         for ago in reversed(range(len(interval.positions))):
             metrics = interval.metrics[-1 - ago]
-            if metrics['finite']:
-                continue
-            documents = '; '.join(stream.describe(interval.positions[-1 - ago]))
-            fault = Fault(step - ago, metrics['loss'], metrics['gradient_norm'], documents)
-            if self.train.on_not_finite != 'skip' or self.count >= self.train.max_not_finite:
-                return fault
-            self.count += 1
-            text = str(fault).capitalize()
-            report(f'{text}. It is skipped, {self.used()}. Documents: {documents}')
-        interval.positions.clear()
+            if makes_update(metrics):
+                self.num_spikes = 0
+            else:
+                is_spike = bool(metrics['finite'])
+                norm = metrics['gradient_norm']
+                documents = '; '.join(stream.describe(interval.positions[0]))
+                fault = Fault(step - ago, is_spike, metrics['loss'], norm, documents)
+                if self.ends(fault):
+                    return fault  # its position stays: another call returns it again
+                if is_spike:
+                    self.num_spikes += 1
+                else:
+                    self.num_not_finite += 1
+                text = str(fault).capitalize()
+                report(f'{text}. It is skipped, {self.used(fault)}. Documents: {documents}')
+            del interval.positions[0]
         return None
 
-    def used(self) -> str:
-        return f'{self.count:,} of train.max_not_finite={self.train.max_not_finite:,}'
+    def ends(self, fault: Fault) -> bool:
+        """Return whether a step ends the run."""
+        if fault.is_spike:
+            return self.num_spikes >= self.train.spike_window
+        return (
+            self.train.on_not_finite != 'skip' or self.num_not_finite >= self.train.max_not_finite
+        )
+
+    def used(self, fault: Fault) -> str:
+        """Return how many steps of the fault's kind were skipped, and how many may be."""
+        if fault.is_spike:
+            return f'{self.num_spikes:,} in succession of train.spike_window={self.train.spike_window:,}'
+        return f'{self.num_not_finite:,} of train.max_not_finite={self.train.max_not_finite:,}'
 
     def error(self, fault: Fault) -> LossNotFinite:
         """Return the error of a fault, with a remedy."""
         message = str(fault)
         remedy = 'train.on_not_finite=skip'
-        if self.train.on_not_finite == 'skip':
-            message += f'. The run has used up {self.used()}'
+        if fault.is_spike or self.train.on_not_finite == 'skip':
+            message += f'. The run has used up {self.used(fault)}'
             remedy = 'a larger train.max_not_finite'
+        if fault.is_spike:
+            remedy = 'train.on_spike=no'
         saved = checkpoint.steps(self.workdir)
         kept = f'keeps checkpoint_{saved[-1]}' if saved else 'has no checkpoint yet'
         advice = f'Try a smaller learning_rate.base_learning_rate, a longer warm-up, or {remedy}'

@@ -60,6 +60,8 @@ class Progress(NamedTuple):
 
     interval: Sequence[Mapping[str, float]] = ()  # metrics of the steps since the last logged one
     num_not_finite: int = 0  # steps skipped
+    seconds: Mapping[str, float] = {}  # Clock.totals
+    recent: Any = None  # TrainState.recent, or lists from a checkpoint
 
 
 class Events:
@@ -179,13 +181,17 @@ def progress_files(stream: Stream, batch: PrefetchedBatch, progress: Progress) -
     rows[stream.rows] = batch.after
     position_file = io.BytesIO()
     np.save(position_file, from_processes(rows).max(axis=0))
-    return {
+    files = {
         'data_counts.json': json.dumps(counts_of_all(stream, batch)).encode(),
         'data_files.json': json.dumps([x._asdict() for x in stream.mixture.files]).encode(),
         'data_position.npy': position_file.getvalue(),
         'interval.json': json.dumps(progress.interval).encode(),
         'not_finite.json': json.dumps(progress.num_not_finite).encode(),
+        'seconds.json': json.dumps(progress.seconds).encode(),
     }
+    if progress.recent is not None:
+        files['recent.json'] = json.dumps(np.asarray(progress.recent).tolist()).encode()
+    return files
 
 
 def read_progress(directory: paths.AnyPath | None, stream: Stream) -> Progress:
@@ -198,7 +204,12 @@ def read_progress(directory: paths.AnyPath | None, stream: Stream) -> Progress:
         num_examples = json.loads((directory / 'data_counts.json').read_bytes())
         stream.counts[:] = [num_examples[task.name] for task in stream.tasks]
     interval = json.loads((directory / 'interval.json').read_bytes())
-    return Progress(interval, json.loads((directory / 'not_finite.json').read_bytes()))
+    progress = Progress(interval, json.loads((directory / 'not_finite.json').read_bytes()))
+    for name in ('seconds', 'recent'):  # newer than some runs
+        file = directory / f'{name}.json'
+        if file.exists():
+            progress = progress._replace(**{name: json.loads(file.read_bytes())})
+    return progress
 
 
 def model_info(

@@ -259,7 +259,8 @@ def test_the_command_of_the_readme(tmp_path):
     for step, line in zip((1, 4, 8), lines[4:], strict=False):
         assert re.match(rf'step {step}/8 loss \d+\.\d+( accuracy \d\.\d+)? lr ', line)
         assert re.search(r' [\d,]+ tokens/s \d+:\d\d:\d\d left(, data wait \d+%)?$', line)
-    assert re.match(r'Step 8: validation loss \d+\.\d+ nats per text token', lines[-3])
+    assert re.match(r'Step 8: validation loss \d+\.\d+ nats per text token', lines[-4])
+    assert re.match(r'Time \d:\d\d:\d\d: ', lines[-3]) and 'compiling 0:' in lines[-3]
     assert str(tmp_path) in lines[-2]
     assert lines[-1].startswith('Next: ')
     assert checkpoint.steps(tmp_path) == [8]

@@ -28,6 +28,7 @@ PLACES = {
     'logits': Fault('A', float('nan')),
     'activations': Fault('B', float('inf')),
     'gradients': Fault('C', 1e25),
+    'large gradients': Fault('D', 1e4),  # finite
 }
 
 
@@ -67,7 +68,8 @@ def logits(config, batch, rows_b=None):
         return logits_bTv, aux
     inputs_bM = batch['encoder_input_tokens']
     logits_bTv *= factors('logits', inputs_bM).prod(axis=1)[:, None, None]
-    return scale_gradient(logits_bTv, factors('gradients', inputs_bM).prod(axis=1)), aux
+    factors_bM = factors('gradients', inputs_bM) * factors('large gradients', inputs_bM)
+    return scale_gradient(logits_bTv, factors_bM.prod(axis=1)), aux
 
 
 def modules(family):

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import shutil
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from formats import best
 from messages import LossNotFinite
 from prepare import make_spec
 from run.console import Console
-from run.interval import Interval, NotFinite
+from run.interval import Interval, Skips
 from run.lock import lock
 from run.workdir import Metrics, Workdir
 from stream import Stream
@@ -120,7 +121,7 @@ class Loop:
             evaluations=evaluations,
             spec=small_spec(),
             train_step=train_step,
-            not_finite=NotFinite(config.train, self.folder, step, count=0),
+            skips=Skips(config.train, self.folder, step, num_not_finite=0),
             step=step,
             state=state_of_step(step),
             interval=Interval(),
@@ -232,7 +233,7 @@ def test_skipped_steps_count(make):
     """A logged line has the means of the other steps; without one it has no loss."""
     run = make(**{'train.on_not_finite': 'skip', 'train.max_not_finite': 3})
     assert run.run(losses={2: np.nan, 3: np.nan, 4: np.inf}) == 0
-    assert run.prepared.not_finite.count == 3
+    assert run.prepared.skips.num_not_finite == 3
     lines = metrics_of(run.folder)
     assert [line.get('skipped_steps') for line in lines] == [1, 2, None, None]
     assert ['loss' in line for line in lines] == [True, False, True, True]
@@ -241,6 +242,47 @@ def test_skipped_steps_count(make):
     shutil.rmtree(run.folder)
     with pytest.raises(LossNotFinite, match='train.max_not_finite'):
         other.run(losses={2: np.nan, 3: np.nan})
+
+
+def test_spikes_in_succession_end_a_run(make, capsys):
+    """As many as the window has steps may be skipped; they do not use up train.max_not_finite."""
+    settings = {'train.on_spike': 'skip', 'train.spike_window': 4, 'train.max_not_finite': 1}
+    run = make(**settings, **{'train.steps': 20, 'log.every_steps': 6})
+
+    def take(state, batch, losses, seen):
+        new, metrics = take_step(state, batch, losses, seen)
+        return new, {**metrics, 'spike': len(seen) in (3, 4, 5, 6, 8, *range(10, 20))}
+
+    with pytest.raises(LossNotFinite, match=r'step 14 is a spike.*train\.on_spike=no'):
+        run.run(take=take)
+    lines = metrics_of(run.folder)
+    assert [line.get('skipped_steps') for line in lines] == [4, 4]
+    assert checkpoint.steps(run.folder)[-1] == 12
+    output = capsys.readouterr().out
+    assert output.count('is a spike') == 9
+    [line] = [line for line in output.splitlines() if line.startswith('Step 8 is a spike')]
+    assert line.count('records.jsonl:') == 4
+
+
+def test_the_time_of_a_run(make, capsys, monkeypatch):
+    """All that the loop does is somebody's, also a hook's; a checkpoint keeps the seconds so far."""
+    now = [100.0]
+    monkeypatch.setattr(time, 'perf_counter', lambda: now[0])
+
+    def take(state, batch, losses, seen):
+        now[0] += 5
+        return take_step(state, batch, losses, seen)
+
+    def sleep(run):
+        now[0] += 60
+
+    run = make()
+    own = loop.Hook('sleeping', lambda run: run.step % 4 == 0, sleep)
+    run.run(take=take, hooks=[own])
+    assert 'Time 0:02:40: sleeping 0:02:00, steps 0:00:40\n' in capsys.readouterr().out
+    assert [x['timing/seconds'] for x in best.read_metrics(run.folder)] == [10] * 4
+    seconds = json.loads((run.folder / 'checkpoint_8/seconds.json').read_text())
+    assert (seconds['sleeping'], seconds['steps']) == (120, 40)
 
 
 def test_a_run_that_lost_its_lock_saves_nothing(make):

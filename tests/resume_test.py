@@ -17,6 +17,7 @@ from runs import ENVIRONMENT, ROOT, Program, assert_same_run, run, small_config
 import checkpoint
 import data
 import loop
+from formats.best import read_metrics
 from messages import Refused
 from prepare import prepare
 from run import results
@@ -114,6 +115,11 @@ def test_metrics_that_a_crash_has_cut_are_written_again(corpus, uninterrupted, t
         file.write(b'{"step": 4, "run": "train", "loss": 5.\0\0')
     run(small_config(corpus), tmp_path / 'cut')
     assert_same_run(tmp_path / 'cut', uninterrupted, 6)
+    lost = sum(x.get('timing/seconds', 0) for x in read_metrics(uninterrupted) if x['step'] > 3)
+    seconds = json.loads((tmp_path / 'cut/checkpoint_6/seconds.json').read_text())
+    before = json.loads((uninterrupted / 'checkpoint_3/seconds.json').read_text())
+    assert seconds['lost after stops'] == pytest.approx(lost)
+    assert seconds['compiling'] > before['compiling']
 
 
 def test_an_error_in_the_background_surfaces_within_a_step(corpus, tmp_path, monkeypatch):
