@@ -32,8 +32,8 @@ def parse(url: str) -> Name:
     match = MODEL.fullmatch(url) or DATA.fullmatch(url)
     if match is None:
         raise Refused(
-            f'{url}: write hf://ORG/NAME[@REVISION] for a model, hf://datasets/ORG/NAME[@REVISION]/FILES for data, with '
-            'FILES such as **/*.parquet'
+            f'{url}: write hf://ORG/NAME[@REVISION] for a model, hf://datasets/ORG/NAME[@REVISION]/FILES for data, '
+            'with FILES such as **/*.parquet'
         )
     repository, revision, pattern = match.groups()
     if revision and re.fullmatch(f'.+@{COMMIT}', revision):

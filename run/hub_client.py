@@ -6,14 +6,22 @@ process fetch a file that several need.
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent import futures
 from pathlib import Path
 
 from absl import logging
 from fsspec.utils import glob_translate
-from huggingface_hub import HfApi, constants, errors, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    constants,
+    errors,
+    get_cached_repo_tree,
+    hf_hub_download,
+    snapshot_download,
+)
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
 
 from messages import Refused, first_ten
 from run import hub
@@ -81,10 +89,31 @@ def to_folder(url: str, has_weights: bool = True) -> Path:
                 '@refs/pr/N'
             )
         patterns = [*FILES, *weights] if has_weights else FILES
-        return Path(snapshot_download(name.repository, revision=revision, allow_patterns=patterns))
+        if is_commit(revision):
+            with contextlib.suppress(errors.LocalEntryNotFoundError):
+                return cached_snapshot(name.repository, revision, 'model', patterns)
+        folder = snapshot_download(
+            name.repository, revision=revision, allow_patterns=patterns, tqdm_class=Bar
+        )
+    return Path(folder)
+
+
+class Bar(tqdm):
+    """A progress bar on a terminal, and none in a file."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **{'disable': None, **settings})
+
+
+def is_commit(revision: str | None) -> bool:
+    return re.fullmatch(hub.COMMIT, revision or '') is not None
 
 
 def file_names(repository: str, revision: str | None) -> list[str]:
+    """Return the files of a revision; for a commit in the cache without asking the hub."""
+    if is_commit(revision):
+        with contextlib.suppress(errors.CachedRepoTreeNotFoundError):
+            return [file.path for file in get_cached_repo_tree(repository, revision=revision)]
     info = HfApi().model_info(repository, revision=revision, timeout=TIMEOUT)
     return [file.rfilename for file in info.siblings or []]
 
@@ -129,14 +158,19 @@ def cached_folder(url: str, name: hub.Name, has_weights: bool, reason: Exception
     )
 
 
-def cached_snapshot(repository: str, revision: str | None, repo_type: str) -> Path:
-    """Return the folder of a revision in the cache. Raises errors.LocalEntryNotFoundError."""
+def cached_snapshot(
+    repository: str, revision: str | None, repo_type: str, patterns: Sequence[str] = ()
+) -> Path:
+    """Return the folder of a revision in the cache.
+
+    Raises errors.LocalEntryNotFoundError for none, and if it lacks files that match a pattern.
+    """
     return Path(
         snapshot_download(
             repository,
             repo_type=repo_type,
             revision=revision,
-            allow_patterns=[],
+            allow_patterns=list(patterns),
             local_files_only=True,
         )
     )
@@ -151,6 +185,8 @@ def matching_files(url: str) -> dict[str, FileStatus]:
     With HF_HUB_OFFLINE they are the files in the cache, as a line says. Raises Refused.
     """
     name = hub.parse(url)
+    if not name.pattern:
+        raise Refused(f'{url} is a model: write hf://datasets/ORG/NAME/FILES for data')
     commit = commit_of_data(url)
     statuses: dict[str, FileStatus] = {}
     with client_errors(url, name):
@@ -176,9 +212,25 @@ def commit_of_data(url: str) -> str:
     name = hub.parse(url)
     with client_errors(url, name):
         if constants.HF_HUB_OFFLINE:
-            return cached_snapshot(name.repository, name.revision, 'dataset').name
+            return cached_commit(name)
         info = HfApi().dataset_info(name.repository, revision=name.revision, timeout=TIMEOUT)
     return str(info.sha)
+
+
+def cached_commit(name: hub.Name) -> str:
+    """Return the commit in the cache: of the revision, else the only one.
+
+    The client records no branch for files that were fetched by their commit.
+    """
+    try:
+        return cached_snapshot(name.repository, name.revision, 'dataset').name
+    except errors.LocalEntryNotFoundError:
+        repository = name.repository.replace('/', '--')
+        snapshots = Path(constants.HF_HUB_CACHE, f'datasets--{repository}', 'snapshots')
+        commits = [folder.name for folder in snapshots.glob('*')]
+        if name.revision or len(commits) != 1:
+            raise
+        return commits[0]
 
 
 def listed_files(repository: str, commit: str, pattern: str) -> dict[str, FileStatus]:
@@ -201,7 +253,10 @@ def listed_files(repository: str, commit: str, pattern: str) -> dict[str, FileSt
 
 
 def local_file(url: str) -> str:
-    """Return the path in the cache of a file that `matching_files` names; fetch it if it is missing. Raises ReadError."""
+    """Return the path in the cache of a file that `matching_files` names; fetch it if it is missing.
+
+    Raises ReadError.
+    """
     name = hub.parse(url)
     with client_errors(url, name, ReadError):
         return hf_hub_download(
@@ -214,7 +269,7 @@ def with_commit(url: str, has_weights: bool) -> str:
     if not hub.is_name(url):
         return url
     name = hub.parse(url)
-    if re.fullmatch(hub.COMMIT, name.revision or ''):
+    if is_commit(name.revision):
         return url
     if not name.pattern:
         return f'{url}@{to_folder(url, has_weights).name}'

@@ -44,7 +44,7 @@ import pytest  # noqa: E402
 import questions  # noqa: E402
 import runs  # noqa: E402
 from bucket_store import scheme, store  # noqa: E402, F401
-from hub_server import hub  # noqa: E402, F401
+from hub_server import home, hub  # noqa: E402, F401
 
 import sources.open  # noqa: E402
 import sources.pydoc  # noqa: E402

@@ -10,6 +10,7 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 ROUTE = re.compile(
     r'/(?P<api>api/)?(?P<kind>models/|datasets/)?(?P<name>[^/]+/[^/]+)'
@@ -149,3 +150,15 @@ def hub():
         with contextlib.ExitStack() as stack:
             stack.callback(server.shutdown)
             yield server.hub
+
+
+@pytest.fixture
+def home(hub, monkeypatch, tmp_path):
+    """The folder of an empty cache, for this process as its client would have it from the environment."""
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', hub.url + template)
+    monkeypatch.setattr(constants, 'ENDPOINT', hub.url)
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'home/hub'))
+    monkeypatch.setenv('HF_TOKEN', '')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / 'home'

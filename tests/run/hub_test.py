@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from pathlib import Path
 
 import msgpack
 import numpy as np
@@ -28,18 +29,6 @@ DEAD = 'http://127.0.0.1:9'
 BIN = {'config.json': b'{"model_type": "t5"}', 'pytorch_model.bin': b'x'}
 
 
-@pytest.fixture
-def home(hub, monkeypatch, tmp_path):
-    """The folder of an empty cache, for this process as its client would have it from the environment."""
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', hub.url + template)
-    monkeypatch.setattr(constants, 'ENDPOINT', hub.url)
-    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(tmp_path / 'home/hub'))
-    monkeypatch.setenv('HF_TOKEN', '')
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / 'home'
-
-
 @pytest.fixture(scope='module')
 def folder(uninterrupted, tmp_path_factory):
     """A model in a folder of transformers, with a file that is not read."""
@@ -60,34 +49,23 @@ def assert_same_model(name, folder):
 # Models.
 
 
-def test_environment_broken_download_cache(command_line, hub, folder, tmp_path):
-    """Only what is read is fetched; a broken download continues; later the cache is enough."""
+def test_processes_with_one_cache(command_line, hub, folder, tmp_path):
+    """One of two fetches what is read and continues a broken download; later the cache is enough."""
     hub.add('org/tiny', folder)
-    hub.breaks_once.add('model.safetensors')
-    online = {'HF_ENDPOINT': hub.url, 'HF_HOME': str(tmp_path / 'home')}
-    offline = online | {'HF_HUB_OFFLINE': '1'}
-    out_of_reach = online | {'HF_ENDPOINT': DEAD}
-    for i, environment in enumerate([online, offline, out_of_reach]):
-        flags = ('--mode=convert', '--from=hf://org/tiny', f'--to={i}', '--format=hf')
-        result = command_line(*flags, cwd=tmp_path, **environment)
-        assert result.status == 0, result.stderr
-        for name in ('model.safetensors', 'spiece.model'):
-            assert (tmp_path / str(i) / name).read_bytes() == (folder / name).read_bytes()
-    assert 'reach' in result.stderr
-    assert hub.num_fetched('model.safetensors') == 2  # the second asked for the rest
-    assert hub.num_fetched('pytorch_model.bin') == 0
-
-
-def test_one_of_two_processes_fetches(command_line, hub, folder, tmp_path):
-    hub.add('org/tiny', folder)
-    hub.breaks_once.add('model.safetensors')  # a second for the other one to come
+    hub.breaks_once.add('model.safetensors')  # which gives the other process a second to come
     environment = {'HF_ENDPOINT': hub.url, 'HF_HOME': str(tmp_path / 'home')}
+    flags = ('--mode=convert', '--from=hf://org/tiny', '--format=hf')
     processes = []
     for name in ('a', 'b'):
-        flags = ('--mode=convert', '--from=hf://org/tiny', f'--to={name}')
-        processes.append(command_line.start(*flags, cwd=tmp_path, **environment))
-    assert [process.wait().status for process in processes] == [0, 0]
-    assert hub.num_fetched('model.safetensors') == 2
+        processes.append(command_line.start(*flags, f'--to={name}', cwd=tmp_path, **environment))
+    results = [process.wait() for process in processes]
+    results.append(command_line(*flags, '--to=c', cwd=tmp_path, HF_HUB_OFFLINE='1', **environment))
+    for name, result in zip('abc', results, strict=True):
+        assert result.status == 0, result.stderr
+        for file in ('model.safetensors', 'spiece.model'):
+            assert (tmp_path / name / file).read_bytes() == (folder / file).read_bytes()
+    assert hub.num_fetched('model.safetensors') == 2  # the second asked for the rest
+    assert hub.num_fetched('pytorch_model.bin') == 0
 
 
 def test_revisions(home, hub, folder):
@@ -98,7 +76,9 @@ def test_revisions(home, hub, folder):
     hub.add('org/tiny', folder)
     assert_same_model('hf://org/tiny', folder)
     assert_same_model(f'hf://org/tiny@{old}', GOLDEN)
+    num_requests = len(hub.requests)
     assert_same_model(f'hf://org/tiny@main@{old}', GOLDEN)
+    assert len(hub.requests) == num_requests  # a commit does not change
 
 
 def test_the_only_pull_request_with_safetensors(home, hub, folder, monkeypatch, caplog):
@@ -107,9 +87,9 @@ def test_the_only_pull_request_with_safetensors(home, hub, folder, monkeypatch, 
     hub.add('org/tiny', folder, 'refs/pr/2')
     assert_same_model('hf://org/tiny', folder)
     assert 'refs/pr/2' in caplog.text
-    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
+    monkeypatch.setattr(constants, 'ENDPOINT', DEAD)
     assert_same_model('hf://org/tiny', folder)
-    monkeypatch.undo()
+    assert 'out of reach' in caplog.text
 
 
 def packed(node, name=''):
@@ -192,20 +172,23 @@ def test_adapters_and_their_base(home, hub, tmp_path):
 
 def test_a_run_keeps_its_revision(home, hub, folder, corpus, tmp_path):
     commit = hub.add('org/tiny', folder)
+    commit_of_text = hub.add('datasets/org/text', Path(corpus).parent)
 
     def config(steps):
-        small = runs.small_config(corpus, steps)
+        small = runs.small_config('hf://datasets/org/text/*.txt', steps)
         small.restore.path = 'hf://org/tiny'
         small.data.vocabulary = 'hf://org/tiny@main'
         return with_commits(small, str(tmp_path / 'run'))
 
     runs.run(config(1), tmp_path / 'run')
     hub.add('org/tiny', GOLDEN)
+    hub.add('datasets/org/text', {'made_up.txt': b'another text\n' * 99})
     runs.run(config(2), tmp_path / 'run')
     stored = json.loads((tmp_path / 'run/config.json').read_text())
     assert stored['train']['steps'] == 2
     assert stored['restore']['path'] == f'hf://org/tiny@{commit}'
     assert stored['data']['vocabulary'] == f'hf://org/tiny@main@{commit}'
+    assert stored['data']['files'] == f'hf://datasets/org/text@{commit_of_text}/*.txt'
 
 
 def test_a_vocabulary_comes_without_weights(home, hub, folder):
