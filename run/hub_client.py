@@ -310,7 +310,9 @@ def client_errors(url: str, name: hub.Name, kind: type[Exception] = Refused) -> 
     except Exception as error:
         if isinstance(error, OSError) and error.errno and error.filename:  # a full disk
             raise
-        raise kind(f'{url} cannot be fetched ({one_line(error)}): check the network') from error
+        raise kind(
+            f'{url} cannot be fetched ({one_line(error)}): check HF_TOKEN and the network'
+        ) from error
 
 
 def one_line(error: Exception) -> str:

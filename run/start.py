@@ -156,7 +156,7 @@ def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) 
         leaves=leaves,
         base=base,
         vocabulary_model=vocabulary.model,
-        description=f'From step {step:,} of {directory}, {slots} optimizer state{note}{note_of_state}',
+        description=f'From step {step:,} of {hub.name_of(directory)}, {slots} optimizer state{note}{note_of_state}',
     )
 
 
