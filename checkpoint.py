@@ -304,9 +304,9 @@ def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
         if not missing:
             return
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-            found = list(directory.glob('**/*'))
-            if len(found) != len(known):
-                known = found
+            entries = list(directory.glob('**/*'))
+            if len(entries) != len(known):
+                known = entries
                 deadline = time.monotonic() + TIMEOUT_SECONDS
         if time.monotonic() > deadline:
             raise TimeoutError(f'{missing[0]} is missing after {TIMEOUT_SECONDS} s')
@@ -456,10 +456,10 @@ class ZarrEntry:
             'fill_missing_data_reads': False,  # a lost chunk is an error, not zeros
         }
         array = self.result_of(ts.open(stored, context=CONTEXT))
-        found = (array.dtype.name, array.shape)
-        told = (self.spec.get('dtype', array.dtype.name), self.shape)  # old specs have no dtype
-        if found != told or 'uint16' in found:  # T5X refuses uint16, too
-            raise Refused(f'{self.folder} has {found}, not {told}: copy it again')
+        actual = (array.dtype.name, array.shape)
+        expected = (self.spec.get('dtype', array.dtype.name), self.shape)  # old specs have no dtype
+        if actual != expected or 'uint16' in actual:  # T5X refuses uint16, too
+            raise Refused(f'{self.folder} has {actual}, not {expected}: copy it again')
         return array
 
     def result_of(self, future: ts.Future[T]) -> T:

@@ -65,6 +65,7 @@ class TextToText:
     def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
         self.lengths = data_group.lengths
         self.bos, self.end, self.eos = ends_of(vocabulary)
+        self.begin = np.array(vocabulary.ends.begin, np.int32)
 
     def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         max_inputs = self.lengths.inputs
@@ -82,7 +83,7 @@ class TextToText:
     def with_ends(self, record: Mapping[str, NDArray]) -> Pair:
         """Return inputs, never empty, and targets, with their ends, before they are cut."""
         inputs = np.concatenate([self.bos, record['inputs'], self.end])
-        return inputs, np.concatenate([record['targets'], self.eos])
+        return inputs, np.concatenate([self.begin, record['targets'], self.eos])
 
     def cut(self, ids: NDArray, length: int, end: NDArray) -> NDArray:
         """Return at most `length` ids, with `end` at the end."""

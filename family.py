@@ -1,4 +1,4 @@
-"""What the program asks about a model: `Family`. The model itself is its `parts`, in model.py.
+"""The interface between the program and a model: `Family`. The model itself is its `parts`, in model.py.
 
 A user's file, or a file of the package families, changes a family (formats/own_model.py):
 
@@ -46,7 +46,7 @@ def check_t5_mesh(c, mesh: Mesh) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Family(Generic[Config, Parts]):
-    """A model, and what the program asks about it, by default T5's answers."""
+    """A model, and the properties that the program needs, with T5's as defaults."""
 
     parts: Parts
     # Regular expression of a parameter's path, and how it is split. A later row replaces an equal one.
@@ -66,9 +66,9 @@ class Family(Generic[Config, Parts]):
     # (config, T5's vocabulary.Ends) -> the special ids around texts.
     ends: Callable = lambda config, ends: ends
     may_pack: bool = True  # False: a row is one example
-    # Regular expression of parameters trained and saved alone, beside a base checkpoint.
+    # Regular expression of parameters trained and saved alone, on top of a base checkpoint.
     adapters: str = ''
-    # (config, read, vocabulary, seed) -> {path: array}: their initial values, by default those of the modules;
+    # (config, read, vocabulary, seed) -> {path: array}: their initial values, by default from the modules;
     # `read(path)` reads a parameter of the base.
     initial_adapters: Callable | None = None
     files: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)  # of the user

@@ -127,8 +127,8 @@ class T5:
         self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
         self.vocabulary = vocabulary
-        eos = (getattr(vocabulary, 'eos_id', EOS_ID),)
-        self.ends: Ends = config.family.ends(config, Ends(answers=eos, inputs=((), eos)))
+        own_ends = getattr(vocabulary, 'own_ends', Ends((EOS_ID,), ((), (EOS_ID,))))
+        self.ends: Ends = config.family.ends(config, own_ends)
         if vocabulary is not None:
             vocabulary.ends = self.ends
         self.max_input_length = MAX_INPUT_LENGTH

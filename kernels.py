@@ -25,7 +25,7 @@ BLOCK = 128  # `top_k` first takes the maximum of each block
 
 
 def is_on_cpu(mesh: AbstractMesh | None = None) -> bool:
-    """Return whether the devices of a mesh, by default that of this program, are CPUs."""
+    """Return whether the devices of a mesh, by default the program's, are CPUs."""
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     return device is not None and device.device_kind == 'cpu'
 
@@ -123,11 +123,11 @@ def _columns(kernel_DF, dtype):
 
 def specs_of(params: Mapping[str, jax.Array | Columns], specs: Mapping[str, P]) -> dict[str, P]:
     """Return the specs of parameters, reversed for Columns."""
-    found = dict(specs)
+    all_specs = dict(specs)
     for path, x in params.items():
         if isinstance(x, Columns):
-            found[path] = P(*specs[path][::-1])
-    return found
+            all_specs[path] = P(*specs[path][::-1])
+    return all_specs
 
 
 # Sums.

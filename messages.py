@@ -17,7 +17,7 @@ class LossNotFinite(FloatingPointError):
 
 @contextlib.contextmanager
 def named(title: str) -> Iterator[None]:
-    """Begin a refusal with what it is about: a setting, a file, or a line of a file."""
+    """Begin a refusal with its subject: a setting, a file, or a line of a file."""
     try:
         yield
     except Refused as error:
@@ -26,7 +26,7 @@ def named(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting(text: str) -> Iterator[None]:
-    """Add a note to an error: what its traceback cannot say, such as a record or a task."""
+    """Add a note to an error for facts that its traceback lacks, such as a record or a task."""
     try:
         yield
     except Exception as error:

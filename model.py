@@ -86,6 +86,8 @@ class T5Config:
     logits_via_embedding: bool  # True: tied, and the logits are divided by sqrt(emb_dim)
     float32_attention_logits: bool
     relpos_bias_per_layer: bool  # False: the layers of a stack share one table
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128  # farther positions share the last bucket
     lora_rank: int = 0  # 0: no adapters
     lora_alpha: float = 16.0
     lora_targets: str = r'.+/(query|value)/kernel'  # paths of the kernels with adapters
@@ -705,23 +707,22 @@ class RelativePositionBias(hk.Module):
     config: T5Config
     bidirectional: bool
     name: str
-    num_buckets = 32  # in every T5
-    max_distance = 128  # from here on, relative positions share the last bucket
 
     def __call__(self, positions):
         """Return the bias, float32 [1, h, T, M]."""
         c = self.config
         relative_TM = positions.keys_M[None, :] - positions.queries_T[:, None]
-        shape = (partition.split(c.num_heads, 'model'), self.num_buckets)
+        num_buckets = c.relative_attention_num_buckets
+        shape = (partition.split(c.num_heads, 'model'), num_buckets)
         initializer = c.parts.initializers.relpos_bias
         table_hR = hk.get_parameter('rel_embedding', shape, jnp.float32, initializer)
         table_hR = table_hR.astype(c.dtype)
         bucket_TM = relative_position_bucket(
-            relative_TM, self.bidirectional, self.num_buckets, self.max_distance
+            relative_TM, self.bidirectional, num_buckets, c.relative_attention_max_distance
         )
         # The gradient of a product with one-hot rows is a matmul; a lookup's would be a scatter of
-        # length^2 updates into 32 buckets.
-        one_hot_TMR = jax.nn.one_hot(bucket_TM, self.num_buckets, dtype=c.dtype)
+        # length^2 updates into few buckets.
+        one_hot_TMR = jax.nn.one_hot(bucket_TM, num_buckets, dtype=c.dtype)
         einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
         return einsum('hR,TMR->hTM', table_hR, one_hot_TMR)[None]
 

@@ -54,6 +54,7 @@ setup(
         # Rivals for tests to compare with.
         'peers': [
             'peft>=0.17',
+            'sentence-transformers>=5.1',
             'seqio-nightly',
             'torch>=2.6',
             'transformers>=4.57',

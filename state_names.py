@@ -25,7 +25,7 @@ AVERAGE_SLOT = 'ema_params'  # optimizer.ParameterAverage
 def to_t5x(
     step: Leaf, params: Mapping[str, Leaf], opt_state: optax.OptState
 ) -> dict[str, Leaf | NDArray]:
-    """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and those of `state_paths`.
+    """Return a training state as a flat tree of T5X's paths, 'target/PARAM' and `state_paths`.
 
     A random key, as in optax.add_noise, cannot be saved. Frozen parameters have no state.
     """

@@ -308,7 +308,7 @@ def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
 class ExampleReader:
     """Reads the examples of one lane in one task: its own part of every epoch, in groups of records.
 
-    `position` is that of the next example.
+    `position` is the position of the next example.
     """
 
     def __init__(self, stream: Stream, task: 'TokenizedTask', row: int, position: TaskPosition):
@@ -452,7 +452,7 @@ class TokenizedTask:
             return False
         for record in self.source.records(split):
             for example in self.tokenize([record]):
-                made = self.objective.examples([example.name], [example.ids])
-                if made and any(example.ids[x].size for x in self.objective.features):
+                examples = self.objective.examples([example.name], [example.ids])
+                if examples and any(example.ids[x].size for x in self.objective.features):
                     return True
         return False

@@ -1,6 +1,6 @@
-"""The validation losses of a model, teacher-forced, beside a unigram baseline ("training_eval").
+"""The validation losses of a model, teacher-forced, next to a unigram baseline ("training_eval").
 
-run/task_metrics.py has the metrics of what a model answers. Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
+run/task_metrics.py has the metrics of answers. Source: T5X t5x/models.py, t5x/trainer.py (train-eval).
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ Gather = Callable[[Callable[[], NDArray]], NDArray]  # call in every process, st
 
 @dataclasses.dataclass(eq=False)
 class Evaluation:
-    """A model's losses on fixed batches of the validation split, beside the unigram baseline.
+    """A model's losses on fixed batches of the validation split, next to the unigram baseline.
 
     Differs from T5X: takes the first `max_batches` of one pass. T5X repeats a small split.
     """
@@ -56,7 +56,7 @@ class Evaluation:
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
     ) -> dict[str, float] | None:
-        """Report, and return T5X's metrics and nats per token, of text and of all targets, beside the unigram's.
+        """Report, and return T5X's metrics and nats per token, of text and of all targets, next to the unigram's.
 
         `stop` is called with the number of batches so far, and must return the same in all processes. If it is not 0,
         end and return None.
@@ -131,7 +131,7 @@ def open_evaluations(
     gather: Gather,
     report: Callable[[str, Mapping[str, float]], None],
 ) -> list[Evaluation]:
-    """Return the evaluations of the tasks with text for validation, all beside one baseline."""
+    """Return the evaluations of the tasks with text for validation, all next to one baseline."""
     not_text = (PAD_ID, held_out.vocabulary.eos_id, *held_out.sentinel_ids)
     ids = np.arange(model_config.vocab_size)
 

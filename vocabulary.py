@@ -35,10 +35,11 @@ class Ends(NamedTuple):
     answers: tuple[int, ...]  # each ends an answer; the first is EOS
     inputs: tuple[tuple[int, ...], tuple[int, ...]]  # before and after a text
     start: int = PAD_ID  # what the decoder reads where batches begin with 0
+    begin: tuple[int, ...] = ()  # before targets
 
     @property
     def targets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (), self.answers[:1]
+        return self.begin, self.answers[:1]
 
 
 class Vocabulary(abc.ABC):
@@ -49,14 +50,20 @@ class Vocabulary(abc.ABC):
     num_extra_ids: int
     added_tokens: dict[str, int]  # of transformers and data.added_tokens; bytes have none
     eos_id = EOS_ID
+    begin_ids: tuple[int, ...] = ()  # before inputs and targets: RoBERTa's <s>
     unk_id = UNK_ID  # -1 for none
     sentinel_ids: NDArray  # int32: the id of <extra_id_N> at N
     model = b''  # its file as a run keeps it: SentencePiece's, or a tokenizer.json
     num_threads = -1  # for encoding; -1: all cores
 
     @functools.cached_property
-    def ends(self) -> Ends:  # T5's, unless a family's replace them
-        return Ends(answers=(self.eos_id,), inputs=((), (self.eos_id,)))
+    def ends(self) -> Ends:  # a family's may replace them
+        return self.own_ends
+
+    @property
+    def own_ends(self) -> Ends:
+        eos = (self.eos_id,)
+        return Ends(answers=eos, inputs=(self.begin_ids, eos), begin=self.begin_ids)
 
     @property
     def num_sentinels(self) -> int:
@@ -215,10 +222,10 @@ def longest_of(tokens: Iterable[str]) -> re.Pattern:
 def sentinel_ids_of(pieces: Sequence[str]) -> NDArray:
     """Return the ids of the pieces <extra_id_N>, in the order of N."""
     matches = map(SENTINEL.fullmatch, pieces)
-    found = sorted((int(match[1]), i) for i, match in enumerate(matches) if match)
-    for expected, (number, _) in enumerate(found):
+    numbered = sorted((int(match[1]), i) for i, match in enumerate(matches) if match)
+    for expected, (number, _) in enumerate(numbered):
         if number != expected:
             raise Refused(
                 f'<extra_id_{number}> without <extra_id_{expected}>: number them from 0, each once'
             )
-    return np.array([i for _, i in found], np.int32)
+    return np.array([i for _, i in numbered], np.int32)

@@ -15,23 +15,23 @@ def filters_of(decoding: Decoding, rows: Mapping[str, jax.Array], ends: Ends) ->
     """Return the filters in transformers' order, then the user's own, and stop texts last."""
     num_given_r = 1 + (rows['prompt_bT'] > 0).sum(axis=1)  # with BOS
     eos_id = ends.answers[0]
-    found: list[Filter] = []
+    filters: list[Filter] = []
     if decoding.repetition_penalty != 1:
-        found.append(partial(penalize_repetition, decoding.repetition_penalty))
+        filters.append(partial(penalize_repetition, decoding.repetition_penalty))
     if decoding.no_repeat_ngram_size:
-        found.append(partial(forbid_repeated_ngrams, decoding.no_repeat_ngram_size))
+        filters.append(partial(forbid_repeated_ngrams, decoding.no_repeat_ngram_size))
     if 'bad_words_bnW' in rows:
-        found.append(partial(forbid_words, rows['bad_words_bnW']))
+        filters.append(partial(forbid_words, rows['bad_words_bnW']))
     if decoding.min_length:
-        found.append(partial(forbid_early_end, ends.answers, decoding.min_length + num_given_r))
+        filters.append(partial(forbid_early_end, ends.answers, decoding.min_length + num_given_r))
     if 'allowed_bnA' in rows:
-        found.append(partial(allow_only, eos_id, rows['allowed_bnA']))
-    found += decoding.filters
+        filters.append(partial(allow_only, eos_id, rows['allowed_bnA']))
+    filters += decoding.filters
     if 'stop_bnW' in rows:
-        found.append(partial(end_after, eos_id, rows['stop_bnW'], num_given_r))
+        filters.append(partial(end_after, eos_id, rows['stop_bnW'], num_given_r))
     if ends.start:
-        found = [partial(with_start, ends.start, change) for change in found]
-    return found
+        filters = [partial(with_start, ends.start, change) for change in filters]
+    return filters
 
 
 def with_start(start, change, logits_rv, tokens_rT, ids_v):

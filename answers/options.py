@@ -78,7 +78,7 @@ class Decoding:
         if self.beam_size > 1 and self.is_random:
             raise Refused(f'beam_size={self.beam_size} draws nothing: set temperature=0.0')
         if self.num_return > self.beam_size and not self.is_random:
-            raise Refused(f'num_return={self.num_return}: set beam_size or temperature=1.0, too')
+            raise Refused(f'num_return={self.num_return}: also set beam_size or temperature=1.0')
         for name in ('top_k', 'top_p', 'min_p'):
             if getattr(self, name) and not self.is_random:
                 raise Refused(f'{name}={getattr(self, name)} is for samples: set temperature=1.0')

@@ -1,4 +1,4 @@
-"""What one device computes, inside `jax.shard_map`. model.py and decode.py define the suffixes."""
+"""The computation of one device, inside `jax.shard_map`. model.py and decode.py define the suffixes."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -24,7 +24,7 @@ def ids_of(
     vocab_size: int,
     is_prompt: bool = False,
 ) -> list[NDArray]:
-    """Return the ids of each example; a text gets its ends. A prompt gets none and may be empty or None."""
+    """Return the ids of each example; a text gets its ends. A prompt gets no end and may be empty or None."""
     if is_prompt and isinstance(examples, list | tuple):
         nothing = '' if any(isinstance(example, str) for example in examples) else ()
         examples = [nothing if example is None else example for example in examples]
@@ -32,7 +32,9 @@ def ids_of(
         texts = list(map(str, examples))
         ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
         examples = encode(vocabulary, texts)
-        if vocabulary is not None and not is_prompt:
+        if vocabulary is not None and is_prompt:
+            examples = [[*vocabulary.begin_ids, *ids] for ids in examples]
+        elif vocabulary is not None:
             begin, end = getattr(vocabulary.ends, name)
             examples = [[*begin, *ids, *end] for ids in examples]
     if isinstance(examples, str) or not len(examples):
@@ -88,6 +90,7 @@ def words_of(
     bad_words_bnW and stop_bnW are padded with -1 on the left. allowed_bnA end with EOS and are padded on the right.
     """
 
+    begin = getattr(vocabulary, 'begin_ids', ())
     eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
     unk_id = getattr(vocabulary, 'unk_id', UNK_ID)
 
@@ -122,7 +125,13 @@ def words_of(
         for texts in lists:
             if isinstance(texts, str):
                 texts = (texts,)
-            allowed.append([[*word('allowed', text), eos_id] for text in texts])
+            rows = []
+            for text in texts:
+                ids = word('allowed', text)
+                if isinstance(text, str):
+                    ids = [*begin, *ids]
+                rows.append([*ids, eos_id])
+            allowed.append(rows)
         longest = max(len(ids) for rows in allowed for ids in rows)
         if longest > decoding.max_length:
             raise Refused(

@@ -1,4 +1,4 @@
-"""Curves over steps as SVG: axes, ticks, and lines that are thinned to what a figure can show."""
+"""Curves over steps as SVG: axes, ticks, and lines thinned to the resolution of a figure."""
 
 import html
 import math

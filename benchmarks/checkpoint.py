@@ -16,7 +16,7 @@ Where main.py restarts itself with huge pages (modes/process.py), so do all of t
 Saving: each process saves four times, and the first one is not counted. `call` is the time until save
 returns: the fastest of three, since a copy into fresh pages takes two to four times as long as one into
 memory that was freed before, and chance decides which. It follows an update that is donated the state
-(-x for every array). `next step` is what an update takes more after the call than before it: a contender
+(-x for every array). `next step` is the time that an update takes more after the call than before it: a contender
 that does not copy makes the step copy, and threads that write compete with it. `saved` is the time from
 the call until wait returns. All three have synced their files then.
 
@@ -43,7 +43,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-# Before the folder of this file, so that `import checkpoint` is what is measured.
+# Before the folder of this file, so that `import checkpoint` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -110,12 +110,12 @@ def main(argv: list[str]) -> None:
     gigabytes = memory.num_state_bytes(spec.state_shapes) / 1e9
     print(f'{FLAGS.size}: {len(jax.tree.leaves(spec.state_shapes))} arrays, {gigabytes:.3f} GB')
     measures = {name: functools.partial(measure, x) for name, x in contenders.items()}
-    found = turns.take_turns(measures, FLAGS.rounds, FLAGS.size)
-    ours = found['ours']
+    measurements = turns.take_turns(measures, FLAGS.rounds, FLAGS.size)
+    ours = measurements['ours']
     turns.print_header(
         *('', 'saved', 'ours is', 'call', 'next step', 'cold', 'ours is', 'warm', 'ours is')
     )
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         cells = [
             *cells_of([x.saved.finished for x in rounds], [x.saved.finished for x in ours]),
             f'{statistics.median(x.saved.call for x in rounds):.3f}',
@@ -138,7 +138,7 @@ def cells_of(seconds: Sequence[float], ours: Sequence[float]) -> tuple[str, str]
 class Ours:
     def __init__(self, spec: train.StepSpec, folder: Path) -> None:
         self.spec = spec
-        _ = spec.state_specs  # are traced here, as those of the others
+        _ = spec.state_specs  # traced here, as for the others
         self.saver = checkpoint.Saver(folder)
 
     def save(self, step: int, state: train.TrainState) -> None:
@@ -280,9 +280,9 @@ def measure_restore(contender: type[Contender], size: str, folder: Path) -> floa
     state = jax.block_until_ready(saves.restore(1 + NUM_UPDATES))
     seconds = time.perf_counter() - began
 
-    def differs(found: jax.Array, first: np.ndarray) -> bool:
+    def differs(restored: jax.Array, first: np.ndarray) -> bool:
         saved = -first if first.dtype == np.float32 else first + NUM_UPDATES
-        return not np.array_equal(found, saved)
+        return not np.array_equal(restored, saved)
 
     wrong = jax.tree.map(differs, state, random_state(spec))
     assert not any(jax.tree.leaves(wrong)), f'{contender.__name__}: restored arrays differ'
@@ -294,7 +294,7 @@ def drop_from_cache(folder: Path) -> None:
     for path in folder.rglob('*'):
         if path.is_file():
             with path.open('rb') as file:
-                os.fsync(file.fileno())  # the cache keeps what is not on the disk yet
+                os.fsync(file.fileno())  # the cache keeps pages that are not on the disk yet
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

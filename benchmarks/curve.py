@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import train` is what is measured.
+# Before the folder of this file, so that `import train` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -74,7 +74,7 @@ flags.DEFINE_string('svg', 'curve.svg', 'The figure.')
 
 
 class Losses(NamedTuple):
-    """What a run computes."""
+    """The numbers that a run computes."""
 
     losses: list[float]  # nats per target token of each step's batch, z-loss included
     validation_loss: float  # after the last step
@@ -97,12 +97,12 @@ def main(argv: list[str]) -> None:
         else:
             theirs = read_golden(first)
         write_perturbed(start, folder)
-        found = {ONE_DEVICE: first}
+        losses = {ONE_DEVICE: first}
         for name in (EIGHT_DEVICES, RESUMED, PERTURBED):
-            found[name] = run_ours(name, settings, folder)
+            losses[name] = run_ours(name, settings, folder)
     print(f'T5X: loss {theirs.losses[0]:.4f} to {theirs.losses[-1]:.4f} in {FLAGS.steps:,} steps')
     turns.print_header('ours', 'largest difference', 'at step', 'validation loss', "T5X's")
-    for name, ours in found.items():
+    for name, ours in losses.items():
         assert ours.checksums == first.checksums, name
         differences = differences_from(theirs, ours)
         turns.print_row(
@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
             f'{ours.validation_loss:.5f}',
             f'{theirs.validation_loss:.5f}',
         )
-    Path(FLAGS.svg).write_text(draw(theirs, found))
+    Path(FLAGS.svg).write_text(draw(theirs, losses))
     print(f'The figure is in {FLAGS.svg}.')
 
 
@@ -153,7 +153,7 @@ def config_of(settings: Mapping[str, Any]) -> Any:
 
 
 def run_ours(name: str, settings: Mapping[str, Any], folder: Path) -> Losses:
-    """Run main.py, and return what it logged."""
+    """Run main.py, and return its log."""
     print(f'Ours: {name}', file=sys.stderr, flush=True)
     settings = dict(settings)
     num_devices = 1

@@ -12,10 +12,10 @@ from train_t5x import make_trainer
 def curve(
     checkout: str, sizes: dict[str, Any], learning_rate: dict[str, Any], inputs: str
 ) -> dict[str, Any]:
-    """Return the loss per target token of each step, and that of the validation batches after the last one.
+    """Return the loss per target token of each step, and of the validation batches after the last one.
 
     `inputs`: an .npz file of params/PATH, the initial parameters, and of train/NAME and validation/NAME,
-    [batches, rows, length]. The others are those of `make_trainer`.
+    [batches, rows, length]. The others are as in `make_trainer`.
     """
     arrays = np.load(inputs)
     train = list(batches_of(arrays, 'train'))

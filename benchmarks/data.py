@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import data` is what is measured.
+# Before the folder of this file, so that `import data` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
@@ -77,7 +77,7 @@ Batch = Mapping[str, np.ndarray]
 
 
 class Measurement(NamedTuple):
-    """What one contender did in one round."""
+    """The figures of a contender in one round."""
 
     num_tokens: int  # in the corpus
     seconds: float
@@ -106,14 +106,14 @@ def main(argv: list[str]) -> None:
         print_rows('cached mixture', turns.take_turns(mixture, FLAGS.rounds, folder))
 
 
-def print_rows(part: str, found: Mapping[str, Sequence[Measurement]]) -> None:
+def print_rows(part: str, measurements: Mapping[str, Sequence[Measurement]]) -> None:
     """Print a row per contender."""
     rates = {}
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         rates[name] = [x.num_tokens / x.seconds / 1e6 for x in rounds]
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         ratio = ''
-        if 'seqio' in found:
+        if 'seqio' in measurements:
             ratio = f'{statistics.median(rates[name]) / statistics.median(rates["seqio"]):.2f}'
         padding = ', '.join(f'{share:.1%}' for share in rounds[0].padding)
         turns.print_row(f'{part}, {name}', turns.spread(rates[name]), ratio, padding)
@@ -301,7 +301,7 @@ def seqio_batches(name: str, num_epochs: int | None, use_cached: bool = False) -
     return examples.batch(BATCH_SIZE, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-# What the contenders read.
+# The files that the contenders read.
 
 
 def write_inputs(folder: Path, megabytes: int) -> None:

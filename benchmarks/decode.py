@@ -31,7 +31,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import decode` is what is measured.
+# Before the folder of this file, so that `import decode` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -74,7 +74,7 @@ Generate = Callable[[np.ndarray, int], list[list[int]]]
 
 
 class Measurement(NamedTuple):
-    """What one contender did in one round."""
+    """The figures of a contender in one round."""
 
     seconds: list[float]  # per call
     answers: list[list[int]]
@@ -100,19 +100,19 @@ def main(argv: list[str]) -> None:
             contenders = {}
             for name, open_model in OPENERS.items():
                 contenders[name] = functools.partial(measure_generate, open_model, beams)
-            found = turns.take_turns(contenders, FLAGS.rounds, FLAGS.calls, folder)
-            report(beams, found, limits)
+            measurements = turns.take_turns(contenders, FLAGS.rounds, FLAGS.calls, folder)
+            report(beams, measurements, limits)
 
 
-def report(beams: int, found: Mapping[str, list[Measurement]], limits: Limits) -> None:
+def report(beams: int, measurements: Mapping[str, list[Measurement]], limits: Limits) -> None:
     """Print a row per contender, and what limits ours."""
     print(f'\n{beams} beams')
     turns.print_header('contender', 'tokens/s', 'x transformers', 'same tokens')
     seconds = {}
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         seconds[name] = [x for measured in rounds for x in measured.seconds]
-    theirs = found['transformers'][0].answers
-    for name, rounds in found.items():
+    theirs = measurements['transformers'][0].answers
+    for name, rounds in measurements.items():
         rates = [BATCH_SIZE * OUTPUT_LENGTH / x for x in seconds[name]]
         ratio = statistics.median(seconds['transformers']) / statistics.median(seconds[name])
         same = np.equal(rounds[0].answers, theirs).mean()
@@ -133,7 +133,7 @@ def write_model(folder: Path) -> None:
     from ctranslate2.converters import transformers as converters
 
     class Tokenizer:
-        """What the converter asks of a tokenizer: ids have names."""
+        """The interface of a tokenizer that the converter needs: ids have names."""
 
         unk_token = 't2'
         eos_token = 't1'

@@ -1,4 +1,4 @@
-"""Runs of main.py: their command, and what they leave. The benchmarks that train or fine-tune make them."""
+"""Runs of main.py: their command and their files. The benchmarks that train or fine-tune make them."""
 
 import json
 import sys
@@ -15,10 +15,10 @@ def command(config: str, workdir: Path, settings: Mapping[str, Any]) -> list[str
 
 def last_metrics(workdir: Path, name: str) -> dict[str, Any]:
     """Return the last values that a run has of an evaluation. Raises ValueError if it has none."""
-    found = lines_of(workdir, name)
-    if not found:
+    lines = lines_of(workdir, name)
+    if not lines:
         raise ValueError(f'{workdir} has no metrics of {name}: delete the folder and start again')
-    return found[-1]
+    return lines[-1]
 
 
 def lines_of(workdir: Path, name: str) -> list[dict[str, Any]]:

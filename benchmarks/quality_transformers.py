@@ -97,7 +97,7 @@ def train(
         return 100 * num_wrong / len(tested)
 
     times = []
-    found = []
+    evaluations = []
 
     class Callback(transformers.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -106,7 +106,7 @@ def train(
                 control.should_training_stop = times[-1] - times[0] > seconds and len(times) > 5
             elif state.global_step % (num_steps // num_evaluations) == 0:
                 error = word_error()
-                found.append((time.monotonic() - begin, error))
+                evaluations.append((time.monotonic() - begin, error))
 
     by_length: dict[str, Any] = {'train_sampling_strategy': 'group_by_length'}
     if int(transformers.__version__.split('.')[0]) < 5:
@@ -144,7 +144,7 @@ def train(
         trainer.train()
     if seconds:
         return (len(times) - 1) / (times[-1] - times[0])
-    return found
+    return evaluations
 
 
 if __name__ == '__main__':

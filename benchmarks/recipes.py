@@ -76,6 +76,10 @@ TASKS = [
 """
 SWITCH = {'model.module': 'switch', 'model.options.num_experts': 8}
 GROUPED = {'model.module': 'grouped_heads', 'model.options.num_kv_heads': 2}
+UNSCALED = {
+    'optimizer.multiply_by_parameter_scale': False,
+    'learning_rate.base_learning_rate': 0.1 * (50 / 128) ** 0.5,  # as configs/t5gemma.py:tiny
+}
 SPANS = [LOSS.format(task='span_corruption')]
 RECIPES = {
     'tiny': Recipe('tiny.py', {}, SPANS),
@@ -85,6 +89,8 @@ RECIPES = {
     'gemma part, post-norms': Recipe('tiny.py', {'model.module': 'post_norms'}, SPANS),
     'gemma part, caps': Recipe('tiny.py', {'model.module': 'soft_caps'}, SPANS),
     'gemma part, grouped heads': Recipe('tiny.py', GROUPED, SPANS),
+    'gemma part, tied logits': Recipe('tiny.py', {'model.logits_via_embedding': True}, SPANS),
+    'gemma part, rate': Recipe('tiny.py', UNSCALED, SPANS),
     'ul2': Recipe('ul2.py:tiny', {}, [LOSS.format(task='ul2')]),
     'summaries': Recipe(
         'finetune_pydoc.py',

@@ -18,7 +18,7 @@ Each value runs in a new process on one CPU device: the step is compiled, two st
 (run/memory.py), state included; and the exponents of both, the slopes of their logarithms. Where main.py
 restarts itself with huge pages, so does this program.
 
-The goal: no exponent above 1.05, or 1.1 of local, but those of length and global, which are at most 2: the
+The goal: no exponent above 1.05, or 1.1 of local, except for length and global, which are at most 2: the
 weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow,
 such as the parameters, makes exponents smaller.
 """
@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import train` is what is measured.
+# Before the folder of this file, so that `import train` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -66,7 +66,7 @@ flags.DEFINE_integer('steps', 3, 'Steps of each value that are measured.', lower
 
 
 class Point(NamedTuple):
-    """What is measured for one value of an axis."""
+    """The figures for one value of an axis."""
 
     seconds: float  # of a step, the median
     gigabytes: float  # of the step as compiled

@@ -4,7 +4,7 @@
 
 Starts T5 1.1 small (512 + 114 tokens, batch 4, bfloat16 and float32, one device) on the documentation of
 Python, as a user does, each time with a new workdir, and ends it where the first step would be taken:
-`cold` with an empty compilation cache and no vocabulary, `warm` with those of the cold start. Before
+`cold` with an empty compilation cache and no vocabulary, `warm` with the cache and vocabulary of the cold start. Before
 that the modules of training are imported in a new process, whose files Python has compiled.
 
 Prints medians and the range of the rounds, in seconds.

@@ -15,7 +15,7 @@ equal distances, each answers the same NUM_WORDS words of the test greedily. Pri
 seconds from the command to that line, evaluations and compiling included.
 
 Then, of both orders, how many times sooner ours has the higher one of the two last word errors, which both reach; the
-seconds are those of the lines through the evaluations. The goal: twice as soon.
+seconds are interpolated between the evaluations. The goal: twice as soon.
 """
 
 import json
@@ -173,14 +173,14 @@ def run_ours(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[Ev
         command(workdir, folder, dtype, num_steps), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    found = []
+    evaluations = []
     for line in process.stdout:
         word_error = re.search(r'word_error +([\d.]+)', line)
         if word_error:
-            found.append(Evaluation(time.monotonic() - begin, float(word_error[1])))
+            evaluations.append(Evaluation(time.monotonic() - begin, float(word_error[1])))
     if process.wait() != 0:
         sys.exit(f'{workdir}: ours ended with {process.returncode}')
-    return found
+    return evaluations
 
 
 # Theirs.

@@ -47,7 +47,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before the folder of this file, so that `import train` is what is measured.
+# Before the folder of this file, so that `import train` imports the measured module.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
@@ -89,7 +89,7 @@ flags.DEFINE_string('t5x_python', sys.executable, "The Python that has T5X's pac
 
 
 class Trial(NamedTuple):
-    """What a contender does in a round."""
+    """The work of a contender in a round."""
 
     device: str  # cpu or gpu
     size: str
@@ -100,7 +100,7 @@ class Trial(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What one contender did in one round."""
+    """The figures of a contender in one round."""
 
     seconds: float  # per step
     num_parameters: int
@@ -152,20 +152,20 @@ def rivals(dtype: str, has_transformers: bool) -> dict[str, Callable]:
     return named
 
 
-def print_rows(trial: Trial, found: Mapping[str, Sequence[Measurement]]) -> None:
+def print_rows(trial: Trial, measurements: Mapping[str, Sequence[Measurement]]) -> None:
     """Print the rows of a size and dtype."""
     rates = {}
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         rates[name] = [trial.batch_size / x.seconds for x in rounds]
     ours = statistics.median(rates['ours'])
-    for name, rounds in found.items():
+    for name, rounds in measurements.items():
         num_parameters = f'{rounds[0].num_parameters:,}'
         gigabytes = f'{max(x.peak_bytes for x in rounds) / 1e9:.1f}'
         wait = f'{statistics.median(x.data_wait for x in rounds):.1%}' if name == 'ours' else ''
         ratio = f'{ours / statistics.median(rates[name]):.2f} x'
         cells = [num_parameters, turns.spread(rates[name]), gigabytes, wait, ratio]
         turns.print_row(trial.size, trial.dtype, name, *cells)
-    limits = [trial.batch_size / x.products_seconds for x in found['ours']]
+    limits = [trial.batch_size / x.products_seconds for x in measurements['ours']]
     ratio = f'{ours / statistics.median(limits):.2f} x'
     turns.print_row(
         trial.size, trial.dtype, 'products alone', '', turns.spread(limits), '', '', ratio

@@ -1,4 +1,4 @@
-"""The train step of T5X, which benchmarks/train.py measures beside ours.
+"""The train step of T5X, which benchmarks/train.py compares with ours.
 
 Has a process of its own, because T5X needs packages that this program does not: flax, Gin, SeqIO, CLU, TensorFlow.
 """
@@ -12,7 +12,7 @@ import time
 import types
 from typing import Any
 
-# The settings of ours that its T5Config has, too.
+# Settings that its T5Config shares with ours.
 SIZES = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
 SIZES += ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate', 'dtype')
 
@@ -96,7 +96,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the seconds of a step, the number of parameters and the peak memory.
 
-    `lengths`: of inputs and targets; the others are those of `make_trainer`.
+    `lengths`: of inputs and targets; the others are as in `make_trainer`.
     """
     import jax
     import numpy as np

@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, each in a new process, and rows of a table."""
+"""Shared by the benchmarks: contenders that take turns, each in a new process, and rows of a table."""
 
 import json
 import os
@@ -57,11 +57,11 @@ def take_turns(
     contenders: Mapping[str, Callable], num_rounds: int, *arguments: Any
 ) -> dict[str, list[Any]]:
     """Return the result of each contender in each round. Each one gets a new process."""
-    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    measurements: dict[str, list[Any]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
         for name, measure in contenders.items():
-            found[name].append(in_new_process(measure, *arguments))
-    return found
+            measurements[name].append(in_new_process(measure, *arguments))
+    return measurements
 
 
 def print_header(*titles: str) -> None:

@@ -31,7 +31,7 @@ def get_config() -> ConfigDict:
     config.decode.max_length = config.data.lengths.get_oneway_ref('targets')
     config.train.num_microbatches = FieldReference('auto', field_type=object)  # or a number
     config.lock()
-    config.model.options.unlock()  # their names are those of model.module
+    config.model.options.unlock()  # model.module defines their names
     return config
 
 
@@ -83,6 +83,10 @@ def settings() -> ConfigDict:
     config.model.float32_attention_logits = False
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
+    # Buckets of relative positions, each with a bias for every head: 48 in tFINE.
+    config.model.relative_attention_num_buckets = Setting(32, Range(4, 2**16))
+    # The distance from which on relative positions share the last bucket. Above half the buckets.
+    config.model.relative_attention_max_distance = Setting(128, Range(3, 2**24))
     # Recomputation in the backward pass, to save memory: none; dots, all but the products with
     # parameters and the sums over devices; or full, each layer.
     config.model.remat = Setting('none', choices=('none', 'dots', 'full'))
@@ -95,7 +99,7 @@ def settings() -> ConfigDict:
     config.model.lora_rank = Setting(0, Range(0, 2**20))
     # Scale of the adapters: a kernel is kernel + lora_alpha / lora_rank * lora_a @ lora_b.
     config.model.lora_alpha = Setting(16.0, Range(1e-6, LARGEST_FLOAT))
-    # Regular expression of the paths of the kernels that have adapters. The default is that of Hu et
+    # Regular expression of the paths of the kernels that have adapters. The default follows Hu et
     # al. 2021; '.+/kernel' takes all.
     config.model.lora_targets = '.+/(query|value)/kernel'
     # A Python file of your own, as a path or as its name in the current folder, with a function
@@ -134,11 +138,11 @@ def settings() -> ConfigDict:
     # reads none of their records.
     config.data.test_files = ''
     # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
-    # by the endings of their names. --input is read so, too, whatever the run's files were.
+    # by the endings of their names. --input is also read so, whatever the run's files were.
     config.data.kind = Setting('', choices=('', 'text', 'jsonl', 'csv', 'tsv', 'parquet'))
     # The character between the columns of tables, .csv and .tsv, such as ';', or tab: fields are then
     # quoted as in CSV. '' is a comma in .csv; it is a tab in .tsv, where quotes are a part of the text.
-    # --input is read so, too, whatever the run's files were.
+    # --input is also read so, whatever the run's files were.
     config.data.delimiter = ''
     # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
     # 'glue/cola:2.0.0', by default the newest version. Several, separated by commas, have
@@ -149,7 +153,7 @@ def settings() -> ConfigDict:
     # Split of data.tfds for training, as TFDS writes it: 'train', 'train[:90%]',
     # 'train[100:200]+test'. Another one than 'train' takes the place of a named task's split.
     config.data.train_split = 'train'
-    # Split of data.tfds for validation; 'none' for none. '' is that of a named task, else the split
+    # Split of data.tfds for validation; 'none' for none. '' is the split of a named task, else the split
     # validation or, if there is none, holds out validation_fraction of data.train_split.
     config.data.validation_split = ''
     # Field of a JSON object, column of a table, or feature of data.tfds that holds the text of a
@@ -170,7 +174,7 @@ def settings() -> ConfigDict:
     config.data.target_choice = Setting('first', choices=('first', 'random'))
     # Text to text: the weight of an example, a number of 0 or more as in '{weight}', which multiplies the
     # loss of each of its tokens. loss.loss_normalizing_factor=NUM_REAL_TARGET_TOKENS divides by the sum
-    # of the weights of all tokens. Validation losses are weighted, too; task metrics are not.
+    # of the weights of all tokens. Validation losses are also weighted; task metrics are not.
     config.data.weight = ''
     # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
     # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
@@ -223,7 +227,7 @@ def settings() -> ConfigDict:
     config.data.sentences.min_ratio = Setting(0.33, FRACTION)
     # Standard deviation of the random fraction by which a sentence's score changes.
     config.data.sentences.noise = Setting(0.04, FRACTION)
-    # Probability that a sentence of the targets stays in the inputs, too.
+    # Probability that a sentence of the targets also stays in the inputs.
     config.data.sentences.kept = Setting(0.1, FRACTION)
     # Processes that make batches ahead of training, each some of the rows; the batches are the same.
     # 0 makes them in a thread of the training process.
@@ -262,7 +266,7 @@ def settings() -> ConfigDict:
     # none.
     config.optimizer.weight_decay_rate = Setting(0.0, FRACTION)
     # Regular expression of the paths of the parameters that are trained, as model-info.txt has them;
-    # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding, too,
+    # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding as well,
     # which saves the whole backward pass of the encoder. '' trains all parameters, or with
     # model.lora_rank the adapters alone. For any optimizer.
     config.optimizer.trainable = ''
@@ -304,7 +308,7 @@ def settings() -> ConfigDict:
     config.train = ConfigDict()
     # Step at which the run ends. The steps of a checkpoint that the run starts from count.
     config.train.steps = Setting(100_000, STEPS)
-    # Steps that the run takes beyond those of the checkpoint it starts from, instead of train.steps.
+    # Steps that the run takes beyond the step of the checkpoint it starts from, instead of train.steps.
     # 0 for train.steps.
     config.train.relative_steps = Setting(0, STEPS_OR_NONE)
     # Passes over the examples of a task, after which the run ends even before train.steps. 0 for any
@@ -343,7 +347,7 @@ def settings() -> ConfigDict:
     # Examples that are decoded or scored at once, where there are many.
     config.decode.batch_size = Setting(32, SIZE)
 
-    # Task metrics: of what the model answers to the inputs of a split, or of its scores.
+    # Task metrics: of the model's answers to the inputs of a split, or of its scores.
     config.infer_eval = ConfigDict()
     # Steps between them. The last step is always evaluated. 0 for none.
     config.infer_eval.every_steps = Setting(0, STEPS_OR_NONE)
@@ -354,7 +358,7 @@ def settings() -> ConfigDict:
     config.infer_eval.split = Setting('validation', choices=('train', 'validation', 'test'))
     # Examples per batch. The choices of a ranked task count.
     config.infer_eval.batch_size = Setting(32, SIZE)
-    # Examples of each task, the first ones; where choices are ranked, all choices of the last input, too.
+    # Examples of each task, the first ones; where choices are ranked, also all choices of the last input.
     # 0 for all.
     config.infer_eval.num_examples = Setting(0, STEPS_OR_NONE)
 
@@ -388,7 +392,7 @@ def settings() -> ConfigDict:
     # Regular expression of the paths to restore. 'target/.*' restores the parameters alone and
     # starts at step 0.
     config.restore.only = '.*'
-    # False restores what the model and the checkpoint share, and lists the rest. True demands equal
+    # False restores the arrays that model and checkpoint share, and lists the rest. True demands equal
     # trees.
     config.restore.strict = True
     # Dtype that restored parameters are rounded to: float32, bfloat16, float16, or '' for the
@@ -399,7 +403,7 @@ def settings() -> ConfigDict:
     config.mesh = ConfigDict()
     # Number of devices that the batch alone is split over: each group of them has all parameters.
     config.mesh.data = Setting(-1, DEVICES)
-    # Number of devices that parameters and optimizer state are split over, too. They are gathered where
+    # Number of devices that also split parameters and optimizer state. They are gathered where
     # they are used: one layer at a time with model.remat and model.scan_layers.
     config.mesh.fsdp = Setting(1, DEVICES)
     # Number of devices that heads, MLP and vocabulary are split over.

@@ -64,10 +64,10 @@ INTEGER_OR_AUTO = 'train.num_microbatches'  # run/memory.py checks the number
 @functools.cache
 def declared() -> dict[str, Setting]:
     """Return {key: setting} of configs/base.py, the keys with dots as on the command line."""
-    found = {}
+    settings = {}
     for key, value in leaves(base.settings()):
-        found[key] = value if isinstance(value, Setting) else Setting(value)
-    return found
+        settings[key] = value if isinstance(value, Setting) else Setting(value)
+    return settings
 
 
 def check(tree: ConfigDict) -> None:
@@ -75,14 +75,14 @@ def check(tree: ConfigDict) -> None:
     if not isinstance(tree, ConfigDict):
         kind = type(tree).__name__
         raise Refused(f'--config: get_config() gave a {kind}: start as configs/tiny.py does')
-    found = dict(leaves(tree))
-    for key in sorted(found.keys() - declared().keys()):
+    values = dict(leaves(tree))
+    for key in sorted(values.keys() - declared().keys()):
         if not key.startswith(OPTIONS):  # formats/own_model.py checks those
             raise Refused(f'{key} is not a setting: remove it, or add it to configs/base.py')
     for key in declared():
-        if key not in found:
+        if key not in values:
             raise Refused(f'{key} is missing from the config: start as configs/tiny.py does')
-        check_value(key, found[key])
+        check_value(key, values[key])
 
 
 def check_value(key: str, value: Value) -> None:
@@ -101,16 +101,18 @@ def check_value(key: str, value: Value) -> None:
 
 def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
     """Refuse settings `given` on the command line that have no effect in the tree of all settings."""
-    found = dict(leaves(tree))
+    values = dict(leaves(tree))
     for setting, value, dependents in NEEDS:
         needed = setting
-        acts = bool(found[setting])
+        acts = bool(values[setting])
         if value is not None:
             needed = f'{setting}={value!r}'
-            acts = found[setting] == value
+            acts = values[setting] == value
         for key in dependents:
-            if key in given and not acts and found[key] != declared()[key].default:
-                raise Refused(f'{key}={found[key]!r} has no effect without {needed}: set that, too')
+            if key in given and not acts and values[key] != declared()[key].default:
+                raise Refused(
+                    f'{key}={values[key]!r} has no effect without {needed}: also set that'
+                )
 
 
 def set_options(model: ConfigDict, values: Mapping[str, Value]) -> None:

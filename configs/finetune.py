@@ -9,9 +9,9 @@ MODEL is t5, t5_1_1, t5_1_1_lm, flan_t5, mt5, byt5 or umt5. A task of your own w
 --config.infer_eval.every_steps=0.
 The recipes wmt, glue, superglue, squad, cnn_dailymail and qa_csv are this run with a task and its
 lengths.
-Steps: 20,000 beyond those of the checkpoint. T5X counts them from the first step of pretraining:
+Steps: 20,000 beyond the checkpoint's. T5X counts them from the first step of pretraining:
 --config.train.relative_steps=0 --config.train.steps=1020000.
-The divisor of the loss is that of the model's pretraining, batch size times target length, as T5X's
+The divisor of the loss is the one of the model's pretraining, batch size times target length, as T5X's
 documentation asks: 233472 of t5 and t5_1_1, 262144 of t5_1_1_lm and flan_t5, 234496 of mt5, 193536 of
 byt5; umt5 divides by the number of targets.
 Lengths (data.lengths) of inputs and targets that T5 uses: 512 and 84 for GLUE, 512 and 62 for

@@ -50,7 +50,7 @@ def get_config(size: str = ''):
     config.learning_rate.steps_per_cycle = config.train.get_oneway_ref('steps')
     config.eval.every_steps = 500
     config.save.every_steps = 500
-    # The metrics are those of the test, once, after the last step.
+    # The metrics of the test, once, after the last step.
     config.infer_eval.split = 'test'
     config.infer_eval.every_steps = config.train.get_oneway_ref('steps')
     config.decode.beam_size = 4

@@ -7,7 +7,7 @@
 
 Reproduces: the example of t5x/docs/usage/finetune.md: 500,000 steps on GLUE's mixture, of which STS-B
 alone is evaluated in training. The second command evaluates all tasks; results.csv then has the
-average of GLUE, too.
+average of GLUE as well.
 Data: TFDS's glue/*:1.0.0 in data.tfds_dir, or newer versions.
 Hardware and time: T5 small 6.3e18 FLOPs, 18 hours on a GPU that sustains 100 TFLOP/s.
 Number to expect: on average 77.4 of the released T5 small and 82.7 of base on the test sets, whose

@@ -8,12 +8,12 @@ Reproduces: Lester et al. 2021 (§3): a prompt of 100 vectors before the inputs 
 task of SuperGLUE; 30,000 steps of batches of 32 examples, a constant learning rate of 0.3, Adafactor without
 parameter scale and with weight decay 1e-5. The names of the classes begin the prompt (model.options.texts), frequent
 pieces of the vocabulary the rest of it. All checkpoints are kept, a prompt each: the paper takes the best one.
-prompt_tuning.py:tiny learns one for the model that tiny.py leaves in runs/tiny, from a CSV as that of qa_csv.py.
-Checkpoints: those of t5_1_1_lm.py. The models of finetune.py do as well.
+prompt_tuning.py:tiny learns one for the model that tiny.py leaves in runs/tiny, from a CSV as in qa_csv.py.
+Checkpoints: as in t5_1_1_lm.py. The models of finetune.py do as well.
 T5X: google-research/prompt-tuning adds prompts to T5X.
 Hardware and time: forward and backward pass take the FLOPs of fine-tuning on longer inputs, without its memory for
 gradients and optimizer state.
-Number to expect: Lester et al. 2021, Figure 1: that of fine-tuning with XXL, less with smaller models.
+Number to expect: Lester et al. 2021, Figure 1: as with fine-tuning for XXL, less for smaller models.
 """
 
 from configs import finetune, qa_csv

@@ -77,7 +77,7 @@ def check_allowed(
 
 
 def kind_of(default: Value) -> str:
-    """Return what the values of a setting must be, for a message about one that is not."""
+    """Return the rule for the values of a setting, for a message about one that breaks it."""
     example = ('a', 'b') if default == () else default
     return f'must be {KINDS[type(default)]}, such as {example!r}'
 

@@ -3,7 +3,7 @@
     python main.py --config=configs/superglue.py --config.data.tfds_dir=FOLDER \
       --config.restore.path=CHECKPOINT --config.data.vocabulary=FILE
 
-Reproduces: the fine-tuning of Raffel et al. 2020 (§2.4) on SuperGLUE's mixture, with DPR beside WSC:
+Reproduces: the fine-tuning of Raffel et al. 2020 (§2.4) on SuperGLUE's mixture, with DPR and WSC:
 262,144 steps, and all tasks are evaluated at each checkpoint, every 5,000. results.csv has their
 average and the best step of each.
 Data: TFDS's super_glue/*:1.0.2 and definite_pronoun_resolution:1.1.0 in data.tfds_dir.

@@ -7,14 +7,14 @@
 Reproduces: the multitask prompted training of Sanh et al. 2022 (bigscience-workshop/t-zero), 12,200
 steps from LM-adapted T5 1.1 xl or xxl: Adafactor at a constant rate of 0.001, packed rows of 1024 and
 256 tokens. T0+ and T0++ differ in --config.data.task=t0+_train and t0++_train. The second command ranks
-the choices of t0_eval_score_eval, what the paper reports as the median over the prompts of a data set.
+the choices of t0_eval_score_eval, which the paper reports as the median over the prompts of a data set.
 The checkpoint was chosen by --config.infer_eval.task=t0_train_score_eval.
 Batch: t-zero gives it in tokens, 2^20 in a batch and 2,048 in a microbatch of each replica. That is
 1,024 rows, and 2 in each microbatch. A replica is a part of mesh.data: name their number as REPLICAS,
 64 on t-zero's TPU v3-512 (--config=configs/t0.py:11b:64 --config.mesh.model=8). Without REPLICAS there
 are as few microbatches as memory allows. The gradients are the same.
-Data: the folder data of huggingface.co/datasets/bigscience/P3. tasks/t0.py says what it holds;
-`python main.py --mode=tasks t0_train --config.data.cache_dirs=P3/data` lists what is missing.
+Data: the folder data of huggingface.co/datasets/bigscience/P3. tasks/t0.py describes its content;
+`python main.py --mode=tasks t0_train --config.data.cache_dirs=P3/data` lists missing files.
 T5X: the model is t5x/examples/t5/t5_1_1/{xl,xxl}.gin. T0 was trained with Mesh-TF, which divides
 the loss by batch size times target length.
 Checkpoints: on Hugging Face, bigscience/{T0_3B, T0, T0p, T0pp}.

@@ -4,7 +4,7 @@
       --config.data.vocabulary=FILE --config.data.files=GLOB
 
 Reproduces: the 100,000 steps of prefix language modelling after T5 1.1's pretraining (Lester et al.
-2021). T0, Flan-T5 and prompt tuning start from these models. The batch is that of t5x issue 1198;
+2021). T0, Flan-T5 and prompt tuning start from these models. The batch is from t5x issue 1198;
 the divisor of the loss is Mesh-TF's, batch size times target length.
 T5X: the model is t5x/examples/t5/t5_1_1/SIZE.gin. The gin of the run is not published.
 Checkpoints: gs://t5-data/pretrained_models/t5x/t5_1_1_lm100k_SIZE/checkpoint_1100000.

@@ -5,7 +5,7 @@
 
 Reproduces: the pretraining of Tay et al. 2022 (google-research/ul2), a mixture of seven denoisers on
 C4; tasks/objectives.py lists them. Inputs begin with a mode, [NLU], [NLG] or [S2S], which is plain
-text to the vocabulary; put one before the inputs of fine-tuning and of inference, too. Batch and
+text to the vocabulary; also put one before the inputs of fine-tuning and of inference. Batch and
 lengths are the model card's. Flan-UL2 needs no mode. `flan` describes its model.
 `tiny` is the model of tiny.py with silu, and learns the seven denoisers on the same text.
 T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes

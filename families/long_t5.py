@@ -50,7 +50,7 @@ class Options:
 
 
 class Positions(NamedTuple):
-    """What the attentions of the encoder share: positions in the keys of a block, and the global tokens."""
+    """Shared by the attentions of the encoder: positions in the keys of a block, and the global tokens."""
 
     queries_T: jax.Array  # int32 [c]
     keys_M: jax.Array  # int32 [e]
@@ -112,11 +112,11 @@ def blocks(x_bM, size, beside=0):
 
 
 class Attention(model.Attention):
-    """Attention in blocks where the positions are the encoder's; that of the decoder is T5's."""
+    """Attention in blocks where the positions are the encoder's; the decoder's is T5's."""
 
     @hk.name_like('__call__')
     def keys_values(self, memory_bMD, positions):
-        """Return k_bMhK and v_bMhK, those of the global tokens last."""
+        """Return k_bMhK and v_bMhK, the global tokens last."""
         if isinstance(positions, Positions) and positions.is_in_bMG is not None:
             inputs_bMD = memory_bMD.astype(jnp.float32)
             sums_bGD = jnp.einsum('bMG,bMD->bGD', positions.is_in_bMG, inputs_bMD)
@@ -126,7 +126,7 @@ class Attention(model.Attention):
 
     @hk.name_like('__call__')
     def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
-        """Return heads_bThK. In the encoder, mask and bias are those of the blocks."""
+        """Return heads_bThK. In the encoder, mask and bias belong to the blocks."""
         if not isinstance(positions, Positions):
             return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         c = self.config

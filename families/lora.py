@@ -1,7 +1,7 @@
 """LoRA: kernels that are not trained, each with two small matrices that are.
 
 The settings are model.lora_rank and its neighbours. formats/own_model.py applies this family last, whenever the rank is
-above 0. A checkpoint holds the adapters beside the checkpoint of the base that restore.path names. With rank 0 the
+above 0. A checkpoint holds the adapters; restore.path names the checkpoint of the base. With rank 0 the
 parts are those of the base.
 
 Source: Hu et al. 2021 (LoRA) §4.1.
@@ -62,7 +62,7 @@ def without_adapters(config: model.T5Config) -> model.T5Config:
 
 def modules(family):
     """Return the family with adapters of the kernels that model.lora_targets matches."""
-    if ADAPTER in family.adapters:  # model.module names it, too
+    if ADAPTER in family.adapters:  # model.module also names it
         return family
 
     class Kernel(family.parts.kernel):

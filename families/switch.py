@@ -99,7 +99,7 @@ class Mlp(model.Mlp):
         expert_nt = jnp.argmax(probs_ntE, axis=-1)
         prob_nt = jnp.take_along_axis(probs_ntE, expert_nt[..., None], axis=-1)[..., 0]
 
-        # A token has the place after those of the earlier tokens of its group with the same expert.
+        # A token comes after the earlier tokens of its group with the same expert.
         is_chosen_ntE = jax.nn.one_hot(expert_nt, o.num_experts, dtype=jnp.int32)
         place_nt = (jnp.cumsum(is_chosen_ntE, axis=1) * is_chosen_ntE).sum(axis=-1) - 1
         is_kept_nt = place_nt < capacity
@@ -132,7 +132,7 @@ class Mlp(model.Mlp):
 
     @hk.name_like('__call__')
     def pass_experts(self, x_bTD, place_t, num_places, rows_b):
-        """Return y_tD, what its expert returns for each token; 0 where the place is beyond all."""
+        """Return y_tD, each token's output of its expert; 0 if its place is beyond the capacity."""
         c = self.config
         o = c.options
         is_on_fsdp = o.split_experts == 'fsdp'
@@ -191,7 +191,7 @@ def flops(c, S, T):
 
 
 def losses(c):
-    """Return the weights of what the layers with experts report. Raises ValueError where there is none."""
+    """Return the weights of the values that layers with experts report. Raises ValueError if there are none."""
     step = c.options.sparse_step
     if step > max(c.num_encoder_layers, c.num_decoder_layers):
         raise Refused(

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 import model
 import partition
 from configs import check, setting
+from families import post_norms, soft_caps
 from families.rotary import no_bias, rotate
-from families.soft_caps import capped
 from messages import Refused
 
 START_ID = 2  # Gemma's token before a text
@@ -36,7 +36,7 @@ def option(default, text, limits=setting.NOT_NEGATIVE):
 @dataclasses.dataclass(frozen=True)
 class Options:
     num_kv_heads: int = option(1, 'Heads of keys and values: divides num_heads.', setting.SIZE)
-    query_pre_attn_scalar: float = option(0.0, 'Its root divides the scores; 0: head_dim.')
+    query_pre_attn_scalar: int = option(0, 'Its root divides the scores; 0: head_dim.')
     attention_cap: float = option(50.0, 'Of the scores; 0: none.')
     logits_cap: float = option(30.0, 'Of the logits; 0: none.')
     window: int = option(4096, 'The first distance that a query does not see.', setting.SIZE)
@@ -92,11 +92,9 @@ class Decoder(model.Decoder):
 
 
 def logits(c, x_bTD, table_vD, rows_b):
-    """Return float32 logits_bTv after the last layer of the decoder."""
+    """Return float32 logits_bTv. Tied ones are not divided by sqrt(emb_dim), as T5's are."""
     logits_bTv = model.decoder_logits(c, x_bTD, table_vD, rows_b)
-    if c.logits_via_embedding:
-        logits_bTv *= jnp.sqrt(c.emb_dim)  # T5's division undone
-    return capped(logits_bTv, c.options.logits_cap)
+    return logits_bTv * jnp.sqrt(c.emb_dim) if c.logits_via_embedding else logits_bTv
 
 
 class Norm(model.RMSNorm):
@@ -108,21 +106,8 @@ class Norm(model.RMSNorm):
         return model.normalize(x_bTD, weight_D, 'float32').astype(self.config.dtype)
 
 
-class Mlp(model.Mlp):
-    """T5's MLP, and a norm."""
-
-    def __call__(self, x_bTD, rows_b, mask):
-        y_bTD, aux = super().__call__(x_bTD, rows_b, mask)
-        return self.config.parts.norm(self.config, name='post_mlp_layer_norm')(y_bTD), aux
-
-
 class Attention(model.Attention):
-    """Grouped attention, and a norm. Cross attention has neither positions nor a window."""
-
-    def __call__(self, *args):
-        y_bTD, cache = super().__call__(*args)
-        norm = self.config.parts.norm(self.config, name='post_attention_layer_norm')
-        return norm(y_bTD), cache
+    """Grouped attention. Cross attention has neither positions nor a window."""
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):
@@ -189,13 +174,12 @@ class Attention(model.Attention):
         return jnp.einsum('bkgTM,bkKM->bTkgK', probs_bkgTM, v_bkKM).reshape(q_bThK.shape)
 
     def logits(self, q_bThK, k_bkKM):
-        """Return logits_bhTM, the capped products of queries and keys, before the mask."""
+        """Return logits_bhTM, the products of queries and keys, before cap and mask."""
         c = self.config
         dtype = jnp.float32 if c.float32_attention_logits else c.dtype
         q_bTkgK = in_groups(q_bThK.astype(dtype), 2, k_bkKM.shape[1])
         logits_bkgTM = jnp.einsum('bTkgK,bkKM->bkgTM', q_bTkgK, k_bkKM.astype(dtype))
-        logits_bhTM = logits_bkgTM.reshape(len(q_bThK), q_bThK.shape[2], *logits_bkgTM.shape[3:])
-        return capped(logits_bhTM, c.options.attention_cap)
+        return logits_bkgTM.reshape(len(q_bThK), q_bThK.shape[2], *logits_bkgTM.shape[3:])
 
 
 def in_groups(x, dim, num_groups):
@@ -224,8 +208,8 @@ def ends(c, t5_ends):
     return t5_ends._replace(answers=answers, inputs=inputs, start=START_ID)
 
 
-def modules(family):
-    """Return T5Gemma."""
+def modules(family, **others):
+    """Return T5Gemma. `others` replace its parts."""
 
     def check_mesh(c, mesh):
         size = mesh.shape['model']
@@ -238,21 +222,19 @@ def modules(family):
                     f'num_kv_heads={num_heads}, mesh.model={size}: one must divide the other, and mesh.model {columns}'
                 )
 
-    parts = dataclasses.replace(
-        family.parts,
+    parts = dict(
         embedder=embed,
         encoder=Encoder,
         decoder=Decoder,
         attention=Attention,
-        mlp=Mlp,
         norm=Norm,
         relpos_bias=no_bias,
         logits=logits,
         initializers=family.parts.initializers._replace(embedding=EMBEDDING),
     )
-    return dataclasses.replace(
+    gemma = dataclasses.replace(
         family,
-        parts=parts,
+        parts=dataclasses.replace(family.parts, **parts | others),
         specs=(*family.specs, (r'encoder/token_embedder/embedding', P('model', 'fsdp'))),
         encoder_config=encoder_config,
         ends=ends,
@@ -260,3 +242,4 @@ def modules(family):
         check_mesh=check_mesh,
         flops=flops,
     )
+    return post_norms.modules(soft_caps.modules(gemma))

@@ -2,7 +2,7 @@
 
 A query of the decoder weights the keys of the targets and of the inputs in one softmax. Both come from the same kernels,
 but only those of targets are rotated: a query's place in its own segment counts. Queries and keys are normed. Layers
-with and without a window have angles of their own. Both stacks have one token table, with a row beside it for the token
+with and without a window have angles of their own. Both stacks have one token table, and an extra row for the token
 that ends an image; there is nothing else for images.
 
 The letters are model.py's and t5gemma.py's. Source: transformers (5.24) models/t5gemma2/modular_t5gemma2.py.
@@ -29,7 +29,6 @@ from families.t5gemma import option
 class Options(t5gemma.Options):
     attention_cap: float = option(0.0, 'Of the scores; 0: none.')
     logits_cap: float = option(0.0, 'Of the logits; 0: none.')
-    window: int = option(512, 'The first distance that a target does not see.', setting.SIZE)
     full_every: int = option(6, 'Layers per layer without a window.', setting.SIZE)
     encoder_emb_dim: int = option(0, 'Both stacks have one width.', setting.Range(0, 0))
     full_rope_theta: float = option(1e6, 'rope_theta without a window.', setting.POSITIVE)
@@ -38,17 +37,17 @@ class Options(t5gemma.Options):
 
 
 class Positions(NamedTuple):
-    """What the decoder's attention knows of targets and inputs."""
+    """Positions, keys and masks of targets and inputs for the decoder's attention."""
 
     queries_T: jax.Array  # int32, as in model.Positions
     keys_M: jax.Array
-    places_bT: jax.Array  # int32: those of the queries in their segments
+    places_bT: jax.Array  # int32: places of the queries in their segments
     inputs: KeysValues | None = None
     mask_b1TM: jax.Array | None = None  # of the inputs
 
 
 def embed(c, tokens_bT, table_vD):
-    """Return the embedded tokens, [b, T, D]. The row beside the table is not scaled."""
+    """Return the embedded tokens, [b, T, D]. The extra row is not scaled."""
     x_bTD = t5gemma.embed(c, tokens_bT, table_vD)
     with hk.name_scope(hk.force_name('token_embedder')):  # one for both stacks
         row_D = hk.get_parameter('eoi_embedding', (c.emb_dim,), jnp.float32, jnp.zeros)
@@ -151,18 +150,13 @@ def flops(c, S, T):
 
 def modules(family):
     """Return T5Gemma 2."""
-    family = t5gemma.modules(family)
-    parts = dataclasses.replace(
-        family.parts,
+    family = t5gemma.modules(
+        family,
         embedder=embed,
         encoder=model.Encoder,  # without a table of its own
         decoder=Decoder,
         decoder_layer=DecoderLayer,
         attention=Attention,
     )
-    return dataclasses.replace(
-        family,
-        parts=parts,
-        specs=(*family.specs, (r'token_embedder/eoi_embedding', P(None))),
-        flops=flops,
-    )
+    specs = (*family.specs, (r'token_embedder/eoi_embedding', P(None)))
+    return dataclasses.replace(family, specs=specs, flops=flops)

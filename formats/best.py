@@ -111,12 +111,12 @@ def read_lines(
 def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
     """Return the best of the steps of the run in `folder`."""
     save = base.get_config().save.to_dict() | settings.read_stored(folder).get('save', {})
-    found = history(save, read_metrics(folder))
-    best = found.best_of(steps)
+    scores = history(save, read_metrics(folder))
+    best = scores.best_of(steps)
     if best is None:
         names = first_ten(list(map(str, steps)))
         raise Refused(
-            f'step=best: {folder} has no save.best_metric={found.metric!r}: name a step, {names}'
+            f'step=best: {folder} has no save.best_metric={scores.metric!r}: name a step, {names}'
         )
     return best
 

@@ -45,15 +45,22 @@ NAMES = {
     'attention/out/kernel': 'attn.o_proj',
     'attention/query_norm/scale': 'attn.q_norm',
     'attention/key_norm/scale': 'attn.k_norm',
-    'attention/post_attention_layer_norm/scale': 'post_attn_layernorm',
+    'attention/post_layer_norm/scale': 'post_attn_layernorm',
     'pre_mlp_layer_norm/scale': 'pre_feedforward_layernorm',
     'mlp/wi_0/kernel': 'mlp.gate_proj',
     'mlp/wi_1/kernel': 'mlp.up_proj',
     'mlp/wo/kernel': 'mlp.down_proj',
-    'mlp/post_mlp_layer_norm/scale': 'post_feedforward_layernorm',
+    'mlp/post_layer_norm/scale': 'post_feedforward_layernorm',
 }
 LAYER_TYPES = ('sliding_attention', 'full_attention')
-FULL_EVERY = {T5GEMMA: 2, T5GEMMA2: 6}  # without layer_types
+# Of a stack's settings: our option -> transformers' name.
+OPTIONS = {
+    'attention_cap': 'attn_logit_softcapping',
+    'logits_cap': 'final_logit_softcapping',
+    'window': 'sliding_window',
+    'query_pre_attn_scalar': 'query_pre_attn_scalar',
+    'full_every': 'sliding_window_pattern',
+}
 FLAX_ATTENTIONS = {'attn': 'self_attn', 'cross_attn': 'cross_attn'}
 FLAX_NORMS = {
     'pre_attention_norm': 'pre_self_attn',
@@ -142,14 +149,10 @@ def _config(
         if size != main[name]:
             options[f'encoder_{name}'] = size
     options['num_kv_heads'] = main.pop('num_kv_heads')
-    caps = (50.0, 30.0) if module == T5GEMMA else (None, None)
-    options['attention_cap'] = encoder.get('attn_logit_softcapping', caps[0]) or 0
-    options['logits_cap'] = encoder.get('final_logit_softcapping', caps[1]) or 0
-    options['window'] = encoder.get('sliding_window', 4096) or 0
-    scalars = {x: of_stack.get('query_pre_attn_scalar', 256) for x, of_stack in given.items()}
-    if scalars != {x: of_stack['head_dim'] for x, of_stack in sizes.items()}:
-        options['query_pre_attn_scalar'] = scalars['encoder']
-    options['full_every'] = encoder.get('sliding_window_pattern') or FULL_EVERY[module]
+    for option, name in OPTIONS.items():
+        if name in encoder:
+            options[option] = encoder[name] or 0
+    options.setdefault('query_pre_attn_scalar', 256)
     if LAYER_TYPES[True] in (encoder.get('layer_types') or ()):
         options['full_every'] = encoder['layer_types'].index(LAYER_TYPES[True]) + 1
     ropes = [_rope(module, of_stack) for of_stack in given.values()]
@@ -308,7 +311,7 @@ def stacks_of(config: model.T5Config) -> dict[str, dict]:
             'num_attention_heads': c.num_heads,
             'num_hidden_layers': num_layers[stack],
             'num_key_value_heads': o.num_kv_heads,
-            'query_pre_attn_scalar': int(o.query_pre_attn_scalar or c.head_dim),
+            'query_pre_attn_scalar': o.query_pre_attn_scalar or c.head_dim,
             'rms_norm_eps': 1e-6,
             'rope_parameters': rope,
             'sliding_window': o.window,

@@ -42,6 +42,8 @@ ARCHITECTURES = {
     'switch_transformers': 'SwitchTransformersForConditionalGeneration',
     **gemma.ARCHITECTURES,
 }
+# How the names of their classes begin: models, encoders, classifiers.
+OF_T5 = re.compile('(Long|U?M)?T5|SwitchTransformers')
 
 # config.json: Hugging Face's name of each size -> the field of T5Config.
 SIZES = {
@@ -53,11 +55,11 @@ SIZES = {
     'd_kv': 'head_dim',
     'd_ff': 'mlp_dim',
 }
+# Fields of T5Config that have the same name and default in config.json.
+BUCKETS = ('relative_attention_num_buckets', 'relative_attention_max_distance')
 # config.json: settings that model.py and data.py support with one value only. Padding is never read, whatever its id.
 FIXED_SETTINGS = {
     'layer_norm_epsilon': 1e-6,
-    'relative_attention_num_buckets': 32,
-    'relative_attention_max_distance': 128,
     'decoder_start_token_id': 0,
 }
 
@@ -280,12 +282,18 @@ def read_index(
     `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares paths and shapes.
     """
     folder = on_disk(paths.to_path(folder))
-    files = _weight_files(folder)
     config_file = folder / 'config.json'
     settings = paths.read_json(config_file)
     model_type = str(settings.get('model_type'))
     if model_type not in ARCHITECTURES:  # first: other models have other arrays
         raise Refused(f'{config_file}: model_type={model_type}: use {", ".join(ARCHITECTURES)}')
+    for name in settings.get('architectures') or ():
+        if not OF_T5.match(name):  # Chronos-Bolt, whose inputs are patches of a series
+            raise Refused(
+                f'{config_file}: architectures={name}: not a {model_type}, such as {ARCHITECTURES[model_type]}: use the '
+                'program that wrote it'
+            )
+    files = _weight_files(folder)
     if model_type in gemma.ARCHITECTURES:
         entries = _read_entries(files)
         for entry in entries.values():
@@ -390,6 +398,9 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
     if not arrays.has_decoder:
         sizes['num_decoder_layers'] = 0
+    for name in BUCKETS:
+        if settings.get(name) is not None:
+            sizes[name] = settings[name]
     default = 'gated-gelu' if settings['model_type'] in ('mt5', 'umt5') else 'relu'
     name = settings.get('feed_forward_proj', default)
     activations = FEED_FORWARDS.get(str(name), ('',))

@@ -123,13 +123,13 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
     # A parameter that has any slot gets all of T5X's.
     for path in list(index):
         state = path.replace('target', 'state/param_states', 1)
-        found = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
-        if not path.startswith('target/') or not found:
+        slots = [slot for slot in ('v', 'v_row', 'v_col') if f'{state}/{slot}' in index]
+        if not path.startswith('target/') or not slots:
             continue
         # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the
         # largest dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
         shape = index[path].shape
-        if found == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
+        if slots == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
             row = index[f'{state}/v_row']
             index[f'{state}/v_row'] = index[f'{state}/v_col']
             index[f'{state}/v_col'] = row

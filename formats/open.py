@@ -31,7 +31,7 @@ DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
 # The names of the files that foreign models are read from; results may lie beside them.
 MODEL_FILE = re.compile(
     r'(?!.+-encodings-\d).+\.(safetensors|model|index|index\.json|data-.+)|checkpoint|'
-    r'(.+_)?(config|map|tokens|tokenizer)\.json'
+    r'(.+_)?(config|map|modules|tokens|tokenizer)\.json'
 )
 
 
@@ -183,6 +183,8 @@ def identity(directory: paths.AnyPath) -> str:
         if not any(file.suffix == '.safetensors' for file in files):
             files += directory.glob(hugging_face.FLAX_WEIGHTS)
         files += directory.glob('target.*/*')
+        if paths.is_file(directory / 'modules.json'):  # of sentence-transformers
+            files += directory.glob('[0-9]_*/*')
     else:  # one file, or the prefix of several
         name = directory.stem if paths.is_file(directory) else directory.name
         for file in paths.list_folder(directory.parent):
@@ -292,7 +294,7 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
         if len(shapes.get(path, ())) != num_dims:
             raise Refused(f'{directory} has no matrix {path!r}: name {t5x.FORMATS}')
     vocab_size, emb_dim = shapes[embedding]
-    num_heads = shapes[bias][0]
+    num_heads, num_buckets = shapes[bias]
     mlp_dim = shapes[wo][-2]
     joined_heads_dim = shapes[out][0]
     config = T5Config(
@@ -309,7 +311,9 @@ def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int,
         logits_via_embedding='decoder/logits_dense/kernel' not in shapes,
         float32_attention_logits=False,
         relpos_bias_per_layer=is_per_layer,
+        relative_attention_num_buckets=num_buckets,
     )
+    own_model.check_values(config)
     if 'encoder/side_relpos_bias/rel_embedding' in shapes:
         options = {'encoder_attention': 'transient_global'}
         config = own_model.as_family(config, hugging_face.LONG_T5, options)

@@ -163,6 +163,13 @@ def check_values(config: T5Config) -> None:
     known = [name for name, _ in config.parts.activations]
     if not config.mlp_activations or not all(x in known for x in config.mlp_activations):
         raise Refused(f'model.mlp_activations={config.mlp_activations}: use {", ".join(known)}')
+    num_buckets = config.relative_attention_num_buckets
+    max_distance = config.relative_attention_max_distance
+    if max_distance <= num_buckets // 2:
+        raise Refused(
+            f'model.relative_attention_max_distance={max_distance}: must be above {num_buckets // 2}, half of '
+            'relative_attention_num_buckets'
+        )
     try:
         re.compile(config.lora_targets)
     except (re.error, OverflowError, RecursionError) as error:
@@ -265,10 +272,10 @@ def recorded(directory: paths.AnyPath) -> list[bytes]:
 def identity(module: str, contents: Sequence[bytes]) -> list[str | bytes]:
     """Return what tells models apart: names of families, and in place of users' files their `contents`."""
     files = list(contents)
-    found: list[str | bytes] = []
+    parts: list[str | bytes] = []
     for name in names_of(module):
-        found.append(name if is_family(name) or not files else files.pop(0))
-    return [*found, *files]
+        parts.append(name if is_family(name) or not files else files.pop(0))
+    return [*parts, *files]
 
 
 def check_same(

@@ -64,12 +64,12 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
 
 def average_paths(tree: Collection[str]) -> dict[str, str]:
     """Return {path of a moving average: path of its parameter} in a flat tree of T5X's paths."""
-    found = {}
+    names = {}
     for path in tree:
         owner, _, slot = path.removeprefix('state/param_states/').rpartition('/')
         if slot == state_names.AVERAGE_SLOT and f'target/{owner}' in tree:
-            found[path] = f'target/{owner}'
-    return found
+            names[path] = f'target/{owner}'
+    return names
 
 
 # Is a checkpoint as it was saved?
@@ -139,12 +139,12 @@ def _find_fault(
     try:
         if not paths.is_file(file):
             return Fault('damaged', f'{name} is missing')
-        found = checkpoint.checksum(file)
+        actual = checkpoint.checksum(file)
     except (Refused, OSError) as error:
         return _fault_of(error)
-    if found.num_bytes != saved.num_bytes:
-        return Fault('damaged', f'{name} has {found.num_bytes} bytes, not {saved.num_bytes}')
-    if found.crc32c != saved.crc32c:
+    if actual.num_bytes != saved.num_bytes:
+        return Fault('damaged', f'{name} has {actual.num_bytes} bytes, not {saved.num_bytes}')
+    if actual.crc32c != saved.crc32c:
         return Fault('damaged', f'{name} has changed')
     return None
 

@@ -1,4 +1,7 @@
-"""The vocabulary of a tokenizer.json, with the library tokenizers, which gives transformers its ids. Imports no jax."""
+"""The vocabulary of a tokenizer.json, or of RoBERTa's vocab.json and merges.txt. Imports no jax.
+
+The library tokenizers gives transformers its ids, and us.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,6 +31,21 @@ T5_PRE_TOKENIZER = {
 EOS_NAMES = ('</s>', '<eos>')
 BOS = '<bos>'  # Gemma's
 NOT_IN_A_TEXT = '\U0010ffff'  # no character
+# CodeT5's class, and its special tokens unless tokenizer_config.json names others.
+ROBERTA_TOKENIZER = 'RobertaTokenizer'
+ROBERTA_TOKENS = {
+    'bos_token': '<s>',
+    'eos_token': '</s>',
+    'unk_token': '<unk>',
+    'sep_token': '</s>',
+    'pad_token': '<pad>',
+    'cls_token': '<s>',
+    'mask_token': '<mask>',
+}
+ROBERTA_ENDS = 'RobertaProcessing'  # the step that adds <s> and </s> to a text
+ROBERTA_VOCAB = 'vocab.json'
+ROBERTA_MERGES = 'merges.txt'
+OURS = ('bos_token', 'eos_token')  # of a content that a run keeps; no tokenizer.json has them
 # Each token of transformers has these; False unless stored.
 TOKEN_FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
 
@@ -50,7 +68,10 @@ class TokenizerVocabulary(Vocabulary):
         if 'eos_token' in content:
             names = (content['eos_token'],)
         self.eos_id = min((ids[name] for name in names if name in ids), default=-1)
-        self._not_text = (PAD_ID, ids.get(BOS, PAD_ID))
+        self._not_text = [PAD_ID, ids.get(BOS, PAD_ID)]
+        if 'bos_token' in content:
+            self.begin_ids = (ids[content['bos_token']],)
+            self._not_text += self.begin_ids
         # As for SentencePiece, the names of padding, EOS and unknown in a text are plain characters: they are neither
         # tokens that are cut out nor pieces that Unigram finds.
         special = {PAD_ID, self.eos_id, self.unk_id}
@@ -60,9 +81,8 @@ class TokenizerVocabulary(Vocabulary):
                 piece, score = model['vocab'][i]
                 model['vocab'][i] = [piece + NOT_IN_A_TEXT, score]
         tokens = [token for token in content['added_tokens'] if token['id'] not in special]
-        used = {**content, 'model': model, 'added_tokens': tokens}
+        used = {**without_ours(content), 'model': model, 'added_tokens': tokens}
         used |= {'post_processor': None, 'truncation': None, 'padding': None}
-        used.pop('eos_token', None)  # ours
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(used, ensure_ascii=False))
         if tokenizer.decoder is None:
             tokenizer.decoder = tokenizers.decoders.Metaspace()
@@ -105,7 +125,7 @@ class TokenizerVocabulary(Vocabulary):
 
 
 def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
-    """Return the vocabulary of a tokenizer.json, and of the settings beside it."""
+    """Return the vocabulary of a tokenizer.json or vocab.json, and of the settings in its folder."""
     content = paths.read_json(file)
     beside: dict = {}
     for name in ('config.json', 'tokenizer_config.json'):
@@ -114,9 +134,15 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
     model_type = beside.get('model_type')
     name = beside.get('tokenizer_class') or (T5_TOKENIZER if model_type in T5_MODELS else '')
     try:
+        if file.name == ROBERTA_VOCAB:
+            content = roberta_content(file.parent, content, beside)
         if name.removesuffix('Fast') == T5_TOKENIZER and model_type != 'umt5':
             content |= t5_steps(content)
             content['model']['byte_fallback'] = False
+        ends = content.get('post_processor') or {}
+        # The file that a run keeps has no settings beside it: it has OURS.
+        if ends.get('type') == ROBERTA_ENDS and 'tokenizer_class' in beside:
+            content['bos_token'], _ = ends['cls']
         vocabulary = TokenizerVocabulary(content)
         eos = beside.get('eos_token')
         if isinstance(eos, dict):
@@ -133,7 +159,71 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
     except Refused:
         raise
     except Exception as error:  # the library's have no class of their own
-        raise Refused(f'no tokenizer.json of transformers ({error!r})') from error
+        raise Refused(f'no {file.name} of transformers ({error!r})') from error
+
+
+def without_ours(content: Mapping) -> dict[str, Any]:
+    """Return the content as a tokenizer.json."""
+    return {name: value for name, value in content.items() if name not in OURS}
+
+
+def roberta_content(folder: AnyPath, vocab: Mapping, beside: Mapping) -> dict[str, Any]:
+    """Return the tokenizer.json that transformers 5 makes of a folder with vocab.json and merges.txt."""
+    name = str(beside.get('tokenizer_class'))
+    if name.removesuffix('Fast') != ROBERTA_TOKENIZER or not paths.is_file(folder / ROBERTA_MERGES):
+        raise Refused(
+            f'tokenizer_class={name}: must be {ROBERTA_TOKENIZER}, with {ROBERTA_MERGES}; tokenizer.json may be others'
+        )
+    merges = []
+    for line in (folder / ROBERTA_MERGES).read_bytes().decode().split('\n'):
+        if line and not line.startswith('#version'):
+            merges.append(line)
+    settings = dict(beside)
+    if paths.is_file(folder / 'special_tokens_map.json'):
+        settings |= paths.read_json(folder / 'special_tokens_map.json')
+    tokens: dict[str, Mapping] = {}  # {content: flags}; the last list that has one decides
+    names = {}
+    for key, usual in ROBERTA_TOKENS.items():
+        names[key], flags = content_and_flags(settings.get(key) or usual)
+        tokens[names[key]] = {**flags, 'special': True}
+    for listed in settings.get('additional_special_tokens') or ():
+        name, flags = content_and_flags(listed)
+        tokens[name] = {**flags, 'special': True}
+    ids = dict(vocab)
+    if paths.is_file(folder / 'added_tokens.json'):
+        for name, i in paths.read_json(folder / 'added_tokens.json').items():
+            tokens[name] = {'special': name in names.values()}
+            ids[name] = i
+    for i, flags in settings.get('added_tokens_decoder', {}).items():
+        tokens[flags['content']] = flags
+        ids[flags['content']] = int(i)
+    added = []
+    for name, flags in tokens.items():
+        token: dict[str, Any] = {'id': ids.setdefault(name, len(ids)), 'content': name}
+        for flag, default in TOKEN_FLAGS.items():
+            token[flag] = flags.get(flag, default)
+        added.append(token)
+    step = {'add_prefix_space': settings.get('add_prefix_space', False), 'trim_offsets': True}
+    ends = {
+        'sep': (names['sep_token'], ids[names['sep_token']]),
+        'cls': (names['cls_token'], ids[names['cls_token']]),
+    }
+    return {
+        'version': '1.0',
+        'added_tokens': sorted(added, key=lambda token: token['id']),
+        'normalizer': None,
+        'pre_tokenizer': {'type': 'ByteLevel', 'use_regex': True, **step},
+        'post_processor': {'type': ROBERTA_ENDS, **ends, **step},
+        'decoder': {'type': 'ByteLevel', 'use_regex': True, **step},
+        'model': {'type': 'BPE', 'vocab': dict(vocab), 'merges': merges},
+    }
+
+
+def content_and_flags(token: str | Mapping) -> tuple[str, Mapping]:
+    """Return a token of tokenizer_config.json."""
+    if isinstance(token, str):
+        return token, {}
+    return token['content'], token
 
 
 def t5_steps(content: Mapping) -> dict[str, Any]:

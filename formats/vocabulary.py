@@ -39,6 +39,7 @@ VOCABULARY_NAMES = (
     'sentencepiece.model',
     'tokenizer.model',  # Llama's and Pile-T5's
     'tokenizer.json',
+    tokenizer_json.ROBERTA_VOCAB,  # with merges.txt
 )
 GEMMA_TOKENIZER = 'GemmaTokenizer'
 ADAPTER_CONFIG = 'adapter_config.json'  # names the base of peft's adapters
@@ -158,7 +159,7 @@ def read_model(file: AnyPath, extra_ids: int, remedy: str) -> Vocabulary:
     Tokens that transformers has added to a folder, and whose ids it lists, are in it.
     """
     try:
-        if file.name == 'tokenizer.json':
+        if file.name in ('tokenizer.json', tokenizer_json.ROBERTA_VOCAB):
             found: Vocabulary = tokenizer_json.read_tokenizer(file)
         else:
             found = of_model(file.read_bytes(), extra_ids)
@@ -353,8 +354,7 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
         if i >= 0:
             config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
-        content = json.loads(vocabulary.model)
-        content.pop('eos_token', None)  # ours
+        content = tokenizer_json.without_ours(json.loads(vocabulary.model))
         if content | tokenizer_json.t5_steps(content) != content:
             config['tokenizer_class'] = 'PreTrainedTokenizerFast'
         names = [f'<extra_id_{i}>' for i in range(vocabulary.num_sentinels)]

@@ -17,7 +17,7 @@ from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
 from run import hub
-from vocabulary import EOS_ID, PAD_ID, Ends, Vocabulary
+from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
 
 def write(
@@ -35,8 +35,7 @@ def write(
     settings = _settings(config)
     settings['eos_token_id'] = EOS_ID
     if vocabulary is not None:
-        eos = (vocabulary.eos_id,)
-        vocabulary.ends = config.family.ends(config, Ends(answers=eos, inputs=((), eos)))
+        vocabulary.ends = config.family.ends(config, vocabulary.own_ends)
         eos_id, *others = vocabulary.ends.answers
         settings['eos_token_id'] = [eos_id, *others] if others else eos_id
     names = names_of(config, arrays)
@@ -130,6 +129,8 @@ def _settings(config: model.T5Config) -> dict:
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
     sizes = {theirs: getattr(config, ours) for theirs, ours in hugging_face.SIZES.items()}
+    for field in hugging_face.BUCKETS:
+        sizes[field] = getattr(config, field)
     for theirs, (ours, _) in hugging_face.FAMILY_SETTINGS.get(config.module, {}).items():
         sizes[theirs] = options[ours]
     if config.module == hugging_face.LONG_T5:

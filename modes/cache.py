@@ -284,11 +284,11 @@ def vocabulary_of(config: ConfigDict) -> Vocabulary:
 def reports(config: ConfigDict, jobs: Sequence[ShardJob]) -> Iterator[tuple[int, int, list[str]]]:
     """Write shards. Yield the new examples, new shards and lines left out, of each group of records."""
     vocabulary = vocabulary_of(config)
-    found = tasks.open.tasks_of(tasks.open.find(config))
+    members = tasks.open.tasks_of(tasks.open.find(config))
     opened: dict[str, TokenizedTask] = {}
     for job in jobs:
         if job.task not in opened:
-            opened_task = tasks.open.open_task(found[job.task], config)
+            opened_task = tasks.open.open_task(members[job.task], config)
             opened[job.task] = TokenizedTask(opened_task, config, vocabulary)
         task = opened[job.task]
         for num_examples in write_shard(task, job):

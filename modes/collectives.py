@@ -98,9 +98,9 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             current = computations.setdefault(header[2], {})
             if header[1]:
                 entry = header[2]
-        found = re.match(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)', line)
-        if found:
-            name, result, opcode, rest = found.groups()
+        match = re.match(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)', line)
+        if match:
+            name, result, opcode, rest = match.groups()
             operands = re.findall(r'%([\w.-]+)', rest.split('), ')[0])
             current[name] = Instruction(name, result, opcode, operands, rest)
     return computations, entry

@@ -68,12 +68,12 @@ flags.DEFINE_string('text', None, 'One text: its answer is printed.')
 flags.DEFINE_string('split', '', 'train, validation or test; else test, infer_eval.split, or the first of a task.')
 flags.DEFINE_string('step', '', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.')
 flags.DEFINE_string('topology', '', 'The devices to plan for: TPUs, GPUs or cpu:N; else those here.')
-flags.DEFINE_string('vocabulary', '', 'Print their ids, too: a SentencePiece model, a folder that has one, or bytes.')
+flags.DEFINE_string('vocabulary', '', 'Also print their ids: a SentencePiece model, a folder that has one, or bytes.')
 flags.DEFINE_string('coordinator_address', None, 'HOST:PORT, the host of process 0 and a free port, without a launcher.')
 flags.DEFINE_bool('watch', False, 'Evaluate the checkpoints of a run, and each new one as it appears.')
 flags.DEFINE_bool('score', False, 'Score the targets instead of predicting them.')
 flags.DEFINE_bool('encode', False, "Write the encoder's outputs instead of predicting.")
-flags.DEFINE_bool('output_ids', False, 'Write the ids of predictions, too.')
+flags.DEFINE_bool('output_ids', False, 'Also write the ids of predictions.')
 flags.DEFINE_bool('trim', False, 'Cut texts that are longer than data.lengths, instead of stopping.')
 flags.DEFINE_list('runs', [], 'The runs to report on, separated by commas.')
 flags.DEFINE_list('fields', [], 'The fields of the examples in the results, or all; else the texts.')
@@ -207,7 +207,7 @@ def explain_flag(error: flags.Error) -> str:
 
 
 def take_options(argv: list[str]) -> list[str]:
-    """Return the words of a command line without those of model.options, which OPTIONS gets.
+    """Return the words of a command line without model.options, which OPTIONS gets.
 
     Their names are known only after model.module is.
     """

@@ -23,7 +23,7 @@ from vocabulary import ByteVocabulary
 
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
-    topology.local_devices()  # raises Refused without those of JAX_PLATFORMS
+    topology.local_devices()  # raises Refused without devices of JAX_PLATFORMS
     written = convert_checkpoint(flags['from'].value, flags.to, flags.format, flags.step)
     signals.begin_work()
     process.print_lines([str(written)], sys.stdout)
@@ -106,7 +106,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
 def _write_t5x(
     target: Path, opened: formats.open.OpenedModel, vocabulary_files: Mapping[str, bytes]
 ) -> Path:
-    """Write `target`/checkpoint_STEP, with the vocabulary in it, and beside it in a new folder."""
+    """Write `target`/checkpoint_STEP, with the vocabulary in it, and next to it in a new folder."""
     tree: dict[str, checkpoint.Leaf] = {'state/step': np.array(0, np.int32), **opened.leaves}
     step = int(checkpoint.read_leaf(tree['state/step']))
     final = target / f'checkpoint_{step}'

@@ -146,7 +146,7 @@ class CheckpointEvaluation:
                 )
 
     def identity(self, task: task_metrics.EvaluatedTask, path: AnyPath) -> str:
-        """Return what the results of a task and a checkpoint depend on, as hashes."""
+        """Return hashes of everything on which the results of a task and a checkpoint depend."""
         settings, examples = task.settings.split()
         is_of_run = self.folder == path.parent and paths.is_file(path / MANIFEST)
         if not is_of_run:
@@ -192,12 +192,12 @@ class CheckpointEvaluation:
             self.console.line(results.describe(step, task.split, task.name, found.values))
 
     def write(
-        self, task: task_metrics.EvaluatedTask, step: int, found: task_metrics.TaskResults
+        self, task: task_metrics.EvaluatedTask, step: int, results: task_metrics.TaskResults
     ) -> None:
         """Write the results of a task at a step, and their events, in the first process."""
         with paths.naming(self.folder):
-            if task_metrics.write_results(self.folder, task, step, found, self.console.line):
-                self.events.write(task.name, step, found.events())
+            if task_metrics.write_results(self.folder, task, step, results, self.console.line):
+                self.events.write(task.name, step, results.events())
 
     def load(self, path: AnyPath) -> infer.T5:
         """Return the model with the parameters of a checkpoint. All processes fail if one does."""
@@ -276,9 +276,9 @@ def check_files_of_run(
     if not stored or stored['data']['task'] != config.data.task or not file.exists():
         return
     known = {FileRecord(**record).content for record in json.loads(file.read_bytes())}
-    found = tasks.open.find(config.data)
+    row = tasks.open.find(config.data)
     for task in opened:
-        if task.name != found.name or task.source.corpus != stored['corpus']:
+        if task.name != row.name or task.source.corpus != stored['corpus']:
             continue
         part = 'train' if task.source.validation is None else split
         files = [record for record in task.source.files if record.split == part]

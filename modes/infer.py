@@ -4,15 +4,15 @@ Predictions and scores are JSON Lines in T5X's form, in the order of the example
 
     infer.json                      the settings; results of others are refused
     TASK-MODE.jsonl                 the results
-    TASK-MODE.jsonl-SSSSS-of-NNNNN  those of a shard: of shard i of n every n-th example
+    TASK-MODE.jsonl-SSSSS-of-NNNNN  the results of shard i of n: every n-th example
 
 Encodings (`--encode`) are the encoder's outputs, float32; of the checkpoint no decoder is read.
 Files are numbered through the shards, one shard after the other:
 
     TASK-encodings-CCCCC-of-NNNNN.safetensors
         indices     int64 [n]: the number of each example in the file or split, from 0
-        embeddings  --pool=mean: [n, emb_dim], the mean of an example's tokens, EOS included, as in
-                    Sentence-T5, without its projection and normalization
+        embeddings  --pool=mean: [n, width], the mean of an example's tokens, EOS included, and what
+                    follows it in the folder's modules.json: see formats/sentence_transformers.py
                     --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
                     other, EOS included, without padding
         lengths     --pool=none alone: int32 [n], the number of tokens of each example
@@ -46,7 +46,7 @@ import partition
 import paths
 import user_code
 from answers import batches
-from formats import own_model
+from formats import own_model, sentence_transformers
 from messages import Refused, first_ten
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
@@ -80,7 +80,7 @@ def main(config: ConfigDict | None, flags: FlagValues, signals: process.Signals)
 
 
 class Request(NamedTuple):
-    """What the flags ask for, beside the config."""
+    """The request in the flags, in addition to the config."""
 
     checkpoint: str
     step: str = ''  # '' for the newest of a run
@@ -91,7 +91,7 @@ class Request(NamedTuple):
     score: bool = False
     encode: bool = False
     pool: str = 'none'  # with `encode`; 'mean' for one vector of each example
-    fields: tuple[str, ...] = ()  # to write beside the texts; 'all' for all
+    fields: tuple[str, ...] = ()  # written with the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
     shard: int = 1
@@ -100,7 +100,7 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass
 class Part:
-    """The examples of one task or file that are in the shard, or those of one file of encodings."""
+    """The examples of one task or file that are in the shard, or of one file of encodings."""
 
     name: str
     examples: list[infer.Question] = dataclasses.field(default_factory=list)
@@ -112,7 +112,7 @@ class Part:
 class Job:
     """Everything that `infer_all` needs, checked before the parameters are read. Writes nothing.
 
-    `config` is that of --config. Without it, use the settings of the run that saved the checkpoint,
+    `config` comes from --config. Without it, use the settings of the run that saved the checkpoint,
     else the defaults, with `changes`, {'data.task': value}. Raises Refused and OSError.
     """
 
@@ -129,6 +129,12 @@ class Job:
         self.opened = formats.open.open_model(
             directory, self.named_model, part=MODEL_PART[request.encode]
         )
+        self.pooling = sentence_transformers.Pooling()
+        if request.pool == 'mean':
+            self.pooling = sentence_transformers.read(self.opened.directory)
+        is_default = config is None and 'data.lengths.inputs' not in changes
+        if self.pooling.max_length and is_default:
+            self.config.data.lengths.inputs = self.pooling.max_length
         self.vocabulary = vocabulary_of_checkpoint(
             self.opened.directory, self.config.data, self.opened.config
         )
@@ -151,7 +157,7 @@ class Job:
 
     @property
     def mode(self) -> str:
-        """T5X's name of what is computed, which is in the names of files."""
+        """T5X's name of the computation, which is in the names of files."""
         if self.request.score:
             return 'score'
         if self.request.encode:
@@ -233,7 +239,7 @@ def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterato
 
 
 def read(name: str, examples: Iterable[RecordExample], request: Request, first: int = 0) -> Part:
-    """Read all examples: what is wrong with one of them is found before anything is computed.
+    """Read all examples: a mistake in one of them is found before anything is computed.
 
     `first`: the number of the first one.
     """
@@ -264,12 +270,12 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
         if name not in fields:
             known = first_ten([repr(field) for field in fields])
             raise Refused(f'--fields names {name!r}: the fields of an example are {known}')
-    found = {}
+    selection = {}
     for name, value in fields.items():
         feature = name.removesuffix(PRETOKENIZED)
         if name in names or (feature != name and (not names or feature in names)):
-            found[name] = value
-    return found
+            selection[name] = value
+    return selection
 
 
 def encode_text(job: Job, text: str, title: str) -> np.ndarray:
@@ -284,7 +290,7 @@ def encode_text(job: Job, text: str, title: str) -> np.ndarray:
 
 
 def infer_all(job: Job) -> list[str]:
-    """Do a job: write its results, or print them. Return what the first process says at the end.
+    """Do a job: write its results, or print them. Return the last message of the first process.
 
     All processes compute, each some rows of a batch; the first one writes and prints.
     """
@@ -384,7 +390,7 @@ def results_of(
         return map(pooled, batch, encoded) if request.pool == 'mean' else encoded
 
     def pooled(example: infer.Question, outputs_MD: np.ndarray) -> np.ndarray:
-        return outputs_MD[np.asarray(example.inputs) > 0].mean(axis=0, keepdims=True)
+        return job.pooling(outputs_MD[None], np.asarray(example.inputs)[None] > 0)
 
     def one_or_all(values: list) -> Any:
         return values[0] if settings.num_return == 1 else values  # the best answer is the first
@@ -418,14 +424,14 @@ def outputs(job: Job) -> dict[Path, Part]:
     """Return the files that the shard writes."""
     request = job.request
     folder = paths.disk_path(request.output_dir)
-    found = {}
+    parts = {}
     for part in job.parts:
         task = results.file_name(part.name)
         if not request.encode:
             name = f'{task}-{job.mode}.jsonl'
             if request.num_shards > 1:
                 name += f'-{request.shard - 1:05}-of-{request.num_shards:05}'
-            found[folder / name] = part
+            parts[folder / name] = part
             continue
         size = EXAMPLES_PER_FILE[request.pool]
         num_files = []  # of each shard
@@ -435,9 +441,9 @@ def outputs(job: Job) -> dict[Path, Part]:
         for start in range(0, len(part.examples), size):
             name = f'{task}-encodings-{number:05}-of-{sum(num_files):05}.safetensors'
             examples = part.examples[start : start + size]
-            found[folder / name] = dataclasses.replace(part, examples=examples)
+            parts[folder / name] = dataclasses.replace(part, examples=examples)
             number += 1
-    return found
+    return parts
 
 
 def write_files(job: Job) -> list[str]:

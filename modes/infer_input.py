@@ -56,7 +56,7 @@ def with_templates(config: ConfigDict) -> ConfigDict:
 class FileExamples:
     """The lines of a file: JSON objects, rows of a table or of Parquet, or texts that are inputs.
 
-    The inputs and targets of an object or row are those of data.inputs and data.targets, if they
+    The inputs and targets of an object or row follow data.inputs and data.targets, if they
     are set, else its fields of that name. Standard input is JSON Lines if it begins with '{', blanks apart.
     """
 
@@ -65,7 +65,7 @@ class FileExamples:
     vocabulary: Vocabulary
     needs_targets: bool
     trim: bool
-    fields: Sequence[str] = ()  # read beside those of the templates; 'all' for all
+    fields: Sequence[str] = ()  # read in addition to the templates' fields; 'all' for all
 
     def __post_init__(self) -> None:
         path = self.path
@@ -113,7 +113,7 @@ class FileExamples:
             yield from self.examples_of(group)
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines of a file, which may be gzipped, with their numbers; those of a table without its header.
+        """Yield the lines of a file, which may be gzipped, with their numbers; of a table without its header.
 
         A row of CSV is one line, whatever newlines its quoted fields hold.
         """
@@ -150,7 +150,7 @@ class FileExamples:
             yield rest
 
     def parquet_rows(self) -> Iterator[tuple[int, dict]]:
-        """Yield the rows of Parquet with their numbers: what the templates read of them, and `fields`."""
+        """Yield the rows of Parquet with their numbers: the fields of the templates, and `fields`."""
         from sources import parquet  # pyarrow takes a while
 
         fields: list[str] = []  # all

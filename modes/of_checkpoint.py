@@ -25,7 +25,16 @@ from sources.open import FILE_SETTINGS, split_names
 from vocabulary import Vocabulary
 
 # Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
-SIZES = ('vocab_size', 'emb_dim', 'num_heads', 'head_dim', 'mlp_dim', 'mlp_activations')
+SIZES = (
+    'vocab_size',
+    'emb_dim',
+    'num_heads',
+    'head_dim',
+    'mlp_dim',
+    'mlp_activations',
+    'relative_attention_num_buckets',
+    'relative_attention_max_distance',
+)
 ONLY_STRICT = (
     'num_encoder_layers',
     'num_decoder_layers',
@@ -98,22 +107,22 @@ def with_restored_sizes(
     with contextlib.suppress(Refused, OSError, re.error):
         stored = check.read_stored(paths.to_path(workdir)) if workdir else {}
         if stored.get('restore', {}).get('path') == restore.path:
-            found = stored['model']
+            sizes = {**base.get_config().model.to_dict(), **stored['model']}
         else:
             opened = formats.open.open_model(restore.path, part='')
-            found = own_model.as_settings(opened.config)
+            sizes = own_model.as_settings(opened.config)
             if formats.open.is_encoder(opened.leaves):
                 taken = list(SIZES)
             # The config decides about an activation that shapes do not tell.
-            is_gated = len(found['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
+            is_gated = len(sizes['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
             if is_gated and opened.is_assumed:
-                found['mlp_activations'] = config.model.mlp_activations
+                sizes['mlp_activations'] = config.model.mlp_activations
         if not re.fullmatch(restore.only, 'target/token_embedder/embedding'):
             taken = [name for name in taken if name not in OF_VOCABULARY]
         values = {}
-        if found['module'] == config.model.module:
+        if sizes['module'] == config.model.module:
             for name in taken:
-                value = found[name]
+                value = sizes[name]
                 if isinstance(value, list):
                     value = tuple(value)
                 if f'model.{name}' not in changes and value != config.model[name]:
@@ -123,7 +132,7 @@ def with_restored_sizes(
             config.model.update(values)
             said = ', '.join(f'{name}={value}' for name, value in values.items())
             return config, (
-                f'The sizes are those of restore.path={restore.path}: {said}; --config.model.NAME=VALUE sets others.'
+                f'The sizes come from restore.path={restore.path}: {said}; --config.model.NAME=VALUE sets others.'
             )
     return config, ''
 
@@ -133,7 +142,7 @@ def settings_and_model(
 ) -> tuple[ConfigDict, T5Config | None]:
     """Return the checked settings for a checkpoint or run, and the model that they name; None for its own.
 
-    `config` is that of --config. Without it, use `settings_of`; a model is named if `changes` has settings of it.
+    `config` comes from --config. Without it, use `settings_of`; a model is named if `changes` has settings of it.
     """
     if config is None:
         config = settings_of(directory, changes)
@@ -156,25 +165,25 @@ def settings_and_model(
 def vocabulary_of_checkpoint(
     directory: paths.AnyPath, config: ConfigDict, model_config: T5Config
 ) -> Vocabulary:
-    """Return the vocabulary that `config.vocabulary` names, else that of a checkpoint or run, with the model's ends.
+    """Return the vocabulary that `config.vocabulary` names, else the one of a checkpoint or run, with the model's ends.
 
     `config`: config.data. Raises Refused for none, and for one that is not the checkpoint's.
     """
     own = own_vocabulary(directory)
-    found = own
+    vocabulary = own
     if config.vocabulary:
-        found = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
-    if found is None:
+        vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    if vocabulary is None:
         raise Refused(f'{directory} has no vocabulary: name its own with --config.data.vocabulary')
-    if own is not None and names_of(own) != names_of(found):
-        change = changed_id(own, found) or 'it has more'
+    if own is not None and names_of(own) != names_of(vocabulary):
+        change = changed_id(own, vocabulary) or 'it has more'
         raise Refused(
             f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'
         )
-    check_tokens(directory, found)
-    mark_sentinels(found, config.sentinels)
-    found.ends = model_config.family.ends(model_config, found.ends)
-    return found
+    check_tokens(directory, vocabulary)
+    mark_sentinels(vocabulary, config.sentinels)
+    vocabulary.ends = model_config.family.ends(model_config, vocabulary.ends)
+    return vocabulary
 
 
 def check_rows(vocabulary: Vocabulary, directory: paths.AnyPath, num_rows: int) -> None:

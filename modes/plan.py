@@ -1,6 +1,6 @@
 """`--mode=plan`: compile the step of a config for devices that need not be here.
 
-It says whether the step fits, what it computes and what it sends. libtpu compiles for a slice of
+It prints whether the step fits, its FLOPs and its traffic. libtpu compiles for a slice of
 TPUs on any machine; a CPU stands in for many devices.
 """
 
@@ -69,7 +69,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     assert step is not None
     yield f'Compiled in {time.monotonic() - began:.0f} s'
 
-    # What it needs of the memory, and what for.
+    # Its memory, by use.
     shapes = spec.state_shapes
     need = memory.step_bytes(step, mesh, memory.num_state_bytes(shapes)) / memory.GIB
     limit = memory.memory_limit(mesh) / memory.GIB
@@ -88,7 +88,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
         f'{(total - parameters - optimizer) / memory.GIB:.2f}'
     )
 
-    # What it computes and sends.
+    # Its FLOPs and traffic.
     flops = flops_of_step(spec)
     whose = "T5's" if spec.model_config.family.flops is t5_flops else "the model's"
     yield f'FLOPs of a step by {whose} formula: {flops:.4g}'
@@ -97,11 +97,11 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     except jax.errors.JaxRuntimeError as error:  # seen of large programs
         yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
         return
-    found = collectives_of(program, mesh)
+    collectives = collectives_of(program, mesh)
     yield 'Collectives of a step on each device, in MB of whole arrays:'
     yield f'  {"kind":18} {"axes":12} {"arrays":>7} {"MB":>11}  asynchronous'
     totals: dict[tuple, np.ndarray] = collections.defaultdict(lambda: np.zeros(3, np.int64))
-    for x in found:
+    for x in collectives:
         moved = x.times * x.num_bytes
         totals[x.kind, x.axes] += [x.times, moved, moved * x.is_async]
     for (kind, axes), (times, moved, hidden) in sorted(totals.items(), key=lambda x: -x[1][1]):
@@ -109,7 +109,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
             f'  {kind:18} {", ".join(axes):12} {times:7,} {moved / 1e6:11,.2f}  {hidden / moved:.0%}'
         )
     if mesh.devices.flat[0].device_kind in CHIPS:
-        yield line_of_estimate(program, found, flops, mesh)
+        yield line_of_estimate(program, collectives, flops, mesh)
 
 
 def flops_of_step(spec: train.StepSpec) -> float:
@@ -123,16 +123,18 @@ def flops_of_step(spec: train.StepSpec) -> float:
     return 3 * spec.batch_size * c.family.flops(c, S, T)
 
 
-def line_of_estimate(program: str, found: Sequence[Collective], flops: float, mesh: Mesh) -> str:
-    """Return an estimate of the time of a step on TPUs, and what it assumes."""
+def line_of_estimate(
+    program: str, collectives: Sequence[Collective], flops: float, mesh: Mesh
+) -> str:
+    """Return an estimate of the time of a step on TPUs, and its assumptions."""
     chip = CHIPS[mesh.devices.flat[0].device_kind]
     cycles = 0
     for instruction, _, times in executed(program):
         for number in re.findall(r'"estimated_cycles":"(\d+)"', instruction.text):
             cycles += times * int(number)
     computing = cycles / chip.clock
-    alone = sum(x.times * seconds_of(x, mesh, chip) for x in found if not x.is_async)
-    beside = sum(x.times * seconds_of(x, mesh, chip) for x in found if x.is_async)
+    alone = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if not x.is_async)
+    beside = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if x.is_async)
     seconds = alone + max(computing, beside)
     mfu = flops / (seconds * chip.flops * mesh.size)
     return (

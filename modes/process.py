@@ -132,7 +132,7 @@ class Signals:
         threading.Thread(target=self.listen, daemon=True).start()
 
     def begin_work(self, can_wait: bool = False) -> None:
-        """End the preparation: from now on, errors are those of the work, and cycles are searched for."""
+        """End the preparation: from now on, errors belong to the work, and cycles are searched for."""
         self.is_preparing = False
         self.can_wait = can_wait
         gc.enable()
@@ -195,7 +195,7 @@ def ending_after(seconds: float, text: str) -> Iterator[None]:
         alarm.cancel()
 
 
-# Standard output and error, which may not take what is written.
+# Standard output and error, which may not accept all output.
 
 
 def check_streams() -> None:
@@ -213,7 +213,7 @@ def read_line(prompt: str) -> str:
 
 @contextlib.contextmanager
 def writing(file: TextIO) -> Iterator[None]:
-    """Name a standard stream in the OSError of writing to it, and drop what it holds."""
+    """Name a standard stream in the OSError of writing to it, and drop its buffer."""
     try:
         yield
     except OSError as error:

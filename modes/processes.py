@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FLAGS = ('coordinator_address', 'num_processes', 'process_id', 'heartbeat')
 GIVE_FLAGS = 'give --coordinator_address=HOST:PORT (of process 0) --num_processes=N --process_id=I, I from 0 to N - 1'
-CONTINUES = 'all others are stopped, and the same command continues from what is saved'
+CONTINUES = 'all others are stopped, and the same command continues from the last checkpoint'
 TICK_SECONDS = 1  # between two looks at which processes live
 SECONDS_TO_SAY = 1  # for process 0 to report an error that all processes have
 GRACE_SECONDS = 5  # for the others to end by themselves after one that failed
@@ -111,7 +111,7 @@ def check_flags(
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has started this process beside others.
+    """Return whether a launcher has started this process as one of several.
 
     The script of sbatch is one process, and so are an interactive step and a pod without an index.
     """
@@ -183,7 +183,7 @@ class Group:
         process.end_now(status)
 
     def check_same(self, settings: Mapping[str, object]) -> None:
-        """Raise Refused in a process whose settings are not those of process 0."""
+        """Raise Refused in a process whose settings differ from process 0."""
         if self.client is None:
             return
         own = {name: str(value) for name, value in settings.items()}

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 import tasks.names
 import tasks.open
+from formats import own_model
 from formats.vocabulary import mark_sentinels, named_vocabulary
 from messages import Refused
 from modes import process
@@ -31,52 +32,58 @@ WIDTH = 100
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
     process.end_with_reader()
-    lines = describe(config.data, flags.split, flags.examples, flags.vocabulary)
+    vocabulary = None
+    if flags.vocabulary:
+        vocabulary = named_vocabulary('--vocabulary', flags.vocabulary, config.data.extra_ids)
+        mark_sentinels(vocabulary, config.data.sentinels)
+        model_config = own_model.load(config.model)
+        vocabulary.ends = model_config.family.ends(model_config, vocabulary.ends)
+    lines = describe(config.data, flags.split, flags.examples, vocabulary)
     signals.begin_work()
     process.print_lines(lines, sys.stdout)
     return 0
 
 
 def describe(
-    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: str = ''
+    config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: Vocabulary | None = None
 ) -> Iterator[str]:
     """Return the lines about what config.task names, or about all tasks if it is ''.
 
     `config`: config.data. `split`: of the examples, by default the first that the task has.
-    `vocabulary`: prints their ids, too. Raises Refused for an unknown name; the lines raise it
+    `vocabulary`: also prints their ids. Raises Refused for an unknown name; the lines raise it
     where a source does not open.
     """
     if split:
         check_split(split)
-    found = tasks.open.find(config) if config.task else None
-    if (split or num_examples or vocabulary) and not isinstance(found, Task):
+    task = tasks.open.find(config) if config.task else None
+    if (split or num_examples or vocabulary is not None) and not isinstance(task, Task):
         raise Refused(f'--split, --examples and --vocabulary need a task, not {config.task!r}')
-    if found is None:
+    if task is None:
         return list_of(groups(config.module))
     find_cache(config, config.task)  # raises Refused for data.cache_dirs
-    if isinstance(found, Mixture):
-        return describe_mixture(found, config)
-    return describe_task(found, config, split, num_examples, vocabulary)
+    if isinstance(task, Mixture):
+        return describe_mixture(task, config)
+    return describe_task(task, config, split, num_examples, vocabulary)
 
 
 # The list of all.
 
 
 def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
-    """Return {title: tasks or mixtures} of all; those of a data.module come first.
+    """Return {title: tasks or mixtures} of all; a data.module comes first.
 
     The tasks of mT5, ByT5 and T0 are listed with one of their mixtures.
     """
-    found: dict[str, Sequence[Task | Mixture]] = {}
+    groups: dict[str, Sequence[Task | Mixture]] = {}
     if module:
-        found[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
+        groups[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
     of_t0 = t0.mixtures()
     known = {row.name for rows in [*t5.groups().values(), of_t0] for row in rows}
     mixtures = [row for row in t5.table().values() if isinstance(row, Mixture)]
-    found |= t5.groups()
-    found['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
-    found['Mixtures of T0'] = of_t0
-    return found
+    groups |= t5.groups()
+    groups['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
+    groups['Mixtures of T0'] = of_t0
+    return groups
 
 
 def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
@@ -186,19 +193,15 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
 
 
 def describe_task(
-    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary_name: str
+    task: Task, config: ConfigDict, split: str, num_examples: int, vocabulary: Vocabulary | None
 ) -> Iterator[str]:
-    """Yield what a task is, and some of its examples. Raises Refused if its source does not open."""
+    """Yield the description of a task, and some of its examples. Raises Refused if its source does not open."""
     metric_names = ', '.join(name_of_metric(metric_fn) for metric_fn in task.metric_fns)
     yield f'{task.name}: {source_of(task)}'
     yield f'splits: {splits_of(task)}; objective: {task.objective_name}; metrics: {metric_names or "none"}'
     opened = tasks.open.open_task(task, config)
     yield f'{opened.source.description}.'
     if num_examples:
-        vocabulary = None
-        if vocabulary_name:
-            vocabulary = named_vocabulary('--vocabulary', vocabulary_name, config.extra_ids)
-            mark_sentinels(vocabulary, config.sentinels)
         records = records_of(opened.source, task, split)
         lines = examples_of(opened, records, config, vocabulary)
         yield from itertools.chain.from_iterable(itertools.islice(lines, num_examples))
@@ -231,7 +234,7 @@ def examples_of(
             for name, value in (example.texts or record.fields).items():
                 lines.append(f'  {name}: {value!r}')
             if tokenized is not None:
-                for made in tokenized.objective.examples([record.name], [example.ids], 0):
-                    lines.append(f'  ids of the inputs: {made.inputs.tolist()}')
-                    lines.append(f'  ids of the targets: {made.targets.tolist()}')
+                for one in tokenized.objective.examples([record.name], [example.ids], 0):
+                    lines.append(f'  ids of the inputs: {one.inputs.tolist()}')
+                    lines.append(f'  ids of the targets: {one.targets.tolist()}')
             yield lines

@@ -1,4 +1,4 @@
-"""The devices that `--topology` names, which need not be here, and what is published of them."""
+"""The devices that `--topology` names, which need not be here, and their published figures."""
 
 import os
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from modes import process
 
 
 class Chip(NamedTuple):
-    """What is published of a TPU."""
+    """The published figures of a TPU."""
 
     flops: float  # bfloat16, per second
     clock: float  # Hz
@@ -19,7 +19,7 @@ class Chip(NamedTuple):
     ring: int  # a dimension of a slice is a ring if its size is a multiple of this, else a line
 
 
-# {JAX's kind of device: Chip}. FLOPs are those of cloud.google.com/tpu/docs, links and rings those of
+# {JAX's kind of device: Chip}. FLOPs are from cloud.google.com/tpu/docs, links and rings from
 # jax-ml.github.io/scaling-book/tpus. Clocks are computed: FLOPs / (2 * the multipliers of a chip), 4 matrix
 # units of 128 x 128 in v5e, 8 in v5p. For v6e 4 of 256 x 256 are assumed: the docs have two, but XLA
 # (libtpu 0.0.42.1) counts 429,000 FLOPs a cycle for a product of 32,768 x 32,768 and two do 262,144.
@@ -121,12 +121,12 @@ def devices_of(topology: str) -> list:
 
 
 def local_devices() -> list:
-    """Return the devices that are here. Raises Refused if JAX cannot start those of JAX_PLATFORMS."""
+    """Return the devices that are here. Raises Refused if JAX cannot start JAX_PLATFORMS."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plugin
         reason = str(error).partition(' (set JAX_PLATFORMS')[0].rstrip('.')
-        wanted = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
+        platforms = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
         raise Refused(
-            f'JAX_PLATFORMS={wanted}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
+            f'JAX_PLATFORMS={platforms}: JAX cannot start these ({reason or "no plugin"}): unset it, or install .[cuda] or .[tpu]'
         ) from error

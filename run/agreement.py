@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, and what all of them agree on: the end of batches, a signal to stop."""
+"""Messages between the processes of a run, and their agreements: the end of batches, a signal to stop."""
 
 import contextlib
 import signal
@@ -108,8 +108,8 @@ class StopRequest:
             seconds = time.monotonic() - self._agreed_at
             self._agreed_at += seconds
             is_slow = seconds > self._every * SLOW_STEP_SECONDS
-            told = from_processes(np.array([self.signal or self.ask(), is_slow]))
-            self.signal, is_slow = told.max(axis=0).tolist()
+            requests = from_processes(np.array([self.signal or self.ask(), is_slow]))
+            self.signal, is_slow = requests.max(axis=0).tolist()
             self._every = 1 if is_slow else STEPS_PER_AGREEMENT
         return self.signal
 

@@ -43,7 +43,7 @@ def path_of(url: str) -> 'UPath':
     register_implementation('gs', 'gcsfs.core.GCSFileSystem', clobber=True)
     url = f'{scheme}://{posixpath.normpath(f"/{location}")[1:]}'
     with client_errors(url, 'opened', Refused):
-        # Listings are not cached: TensorStore and other processes write, too.
+        # Listings are not cached: TensorStore and other processes also write.
         return UPath(url, use_listings_cache=False)
 
 

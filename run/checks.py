@@ -96,7 +96,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
 
 
 def is_run(workdir: paths.AnyPath) -> bool:
-    """Return whether the config.json of a folder, or of one of its checkpoints, is that of a run."""
+    """Return whether the config.json of a folder, or of one of its checkpoints, belongs to a run."""
     for path in checkpoint.list_folder(workdir):  # a client's glob lists all that lies below
         if path.name.startswith('checkpoint_') and is_own_config(path / 'config.json'):
             read_stored(workdir)
@@ -129,7 +129,7 @@ def check_mixture(training: OpenMixture, held_out: OpenMixture, epochs: int) -> 
 
 
 def check_shared(workdir: paths.AnyPath) -> None:
-    """Raise Refused if a process does not see what the first one writes into `workdir`."""
+    """Raise Refused if a process does not see the files that the first one writes into `workdir`."""
     if jax.process_count() == 1:
         return
     number = np.array(secrets.randbits(32))

@@ -1,4 +1,4 @@
-"""What the first process of a run prints: lines that stay, a live line, and what they say."""
+"""The output of the first process of a run: lines that stay, a live line, and their texts."""
 
 import contextlib
 import enum

@@ -31,7 +31,7 @@ class RecordExample(NamedTuple):
     is_trimmed: bool = False  # a task's: its texts were longer than a row
 
     def text(self, feature: str, vocabulary: Vocabulary) -> str:
-        """Return the inputs or targets as text: that of the record, or that of the ids if it has none."""
+        """Return the inputs or targets as text: from the record, or from the ids if it has none."""
         text = self.text_of_record(feature)
         if text is None:
             text = vocabulary.decode(getattr(self, feature).tolist())
@@ -49,15 +49,15 @@ class RecordExample(NamedTuple):
         ids = {'inputs': self.inputs}
         if self.targets is not None:
             ids['targets'] = self.targets
-        found: dict[str, object] = {}
+        features: dict[str, object] = {}
         for name in dict.fromkeys([*self.fields, *ids]):
             if name not in ids:
-                found.setdefault(name, self.fields[name])
+                features.setdefault(name, self.fields[name])
                 continue
             if isinstance(self.fields.get(name), str):
-                found[name + PRETOKENIZED] = self.fields[name]
-            found[name] = ids[name]
-        return found
+                features[name + PRETOKENIZED] = self.fields[name]
+            features[name] = ids[name]
+        return features
 
 
 def check_split(split: str) -> None:
@@ -89,8 +89,8 @@ def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[RecordE
     while group := list(itertools.islice(records, num_at_once)):
         for tokenized in task.tokenize(group):
             fields = group[0].fields if task.source.is_tokenized else tokenized.texts
-            for made in task.objective.examples([tokenized.name], [tokenized.ids]):
-                yield RecordExample(fields, made.inputs, made.targets, made.is_trimmed)
+            for one in task.objective.examples([tokenized.name], [tokenized.ids]):
+                yield RecordExample(fields, one.inputs, one.targets, one.is_trimmed)
 
 
 def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The steps since the last logged one: their metrics, their time, and those that are not finite.
 
-What a run does about a step whose loss, gradient norm, update or optimizer state is not finite, as
+Response of a run to a step whose loss, gradient norm, update or optimizer state is not finite, as
 train.on_not_finite says:
 
     stop   raises FloatingPointError, which names the step and its documents
@@ -184,15 +184,15 @@ class NotFinite:
 
     def error(self, fault: Fault) -> LossNotFinite:
         """Return the error of a fault, with a remedy."""
-        found = str(fault)
+        message = str(fault)
         remedy = 'train.on_not_finite=skip'
         if self.train.on_not_finite == 'skip':
-            found += f'. The run has used up {self.used()}'
+            message += f'. The run has used up {self.used()}'
             remedy = 'a larger train.max_not_finite'
         saved = checkpoint.steps(self.workdir)
         kept = f'keeps checkpoint_{saved[-1]}' if saved else 'has no checkpoint yet'
         advice = f'Try a smaller learning_rate.base_learning_rate, a longer warm-up, or {remedy}'
         if fault.step == self.first_step + 1 and not math.isfinite(fault.loss):
             advice = 'No update was made yet: look at restore.path and model.dtype'
-        text = f'{found}. {self.workdir} {kept}. {advice}. Documents: {fault.documents}'
+        text = f'{message}. {self.workdir} {kept}. {advice}. Documents: {fault.documents}'
         return LossNotFinite(text)

@@ -1,4 +1,4 @@
-"""What a run says before its first step: its model, its devices and its data."""
+"""The introduction that a run prints before its first step: its model, its devices and its data."""
 
 import math
 from collections.abc import Collection, Sequence

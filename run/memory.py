@@ -74,11 +74,11 @@ def fit_step(
             step = compile_step(n)
             need = step_bytes(step, mesh, state_bytes)
         except jax.errors.JaxRuntimeError as error:
-            # XLA refuses a step on a TPU, and says what it needs.
-            found = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
-            if found is None:
+            # XLA refuses a step on a TPU, and says how many bytes it needs.
+            match = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
+            if match is None:
                 raise
-            need = float(found[1]) * 1024 ** (1 + 'KMGT'.index(found[2]))
+            need = float(match[1]) * 1024 ** (1 + 'KMGT'.index(match[2]))
         if need <= limit:
             if note:
                 note += f'; so it takes {n}, with the same gradients.'
@@ -116,7 +116,7 @@ def bytes_on_device(mesh: Mesh, arrays: Any, specs: Any) -> int:
 
 
 def num_state_bytes(state: Any) -> int:
-    """Return the bytes of a training state, which are also those of its checkpoint."""
+    """Return the bytes of a training state, which are also the bytes of its checkpoint."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 

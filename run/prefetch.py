@@ -28,7 +28,7 @@ DEPTH_OF_WORKER = 8  # evens out batches whose rows take one worker longer than 
 
 
 class PrefetchedBatch(NamedTuple):
-    """A batch, and what a stream says around it."""
+    """A batch, and the messages of its stream."""
 
     features: dict[str, NDArray]
     before: NDArray  # the stream's positions
@@ -45,11 +45,11 @@ def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
     With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
     is. An error in a process is raised instead of its batch.
     """
-    made = batches_of(stream)
+    batches = batches_of(stream)
     if num_workers > 0:
-        made = batches_of_workers(stream, num_workers)
-    with contextlib.closing(made):
-        yield from ahead_in_thread(made)
+        batches = batches_of_workers(stream, num_workers)
+    with contextlib.closing(batches):
+        yield from ahead_in_thread(batches)
 
 
 def batches_of(stream: Stream) -> Generator[PrefetchedBatch, None, None]:
@@ -183,7 +183,7 @@ def make_batches(connection: Connection) -> None:
 
 
 def send_all(messages: Iterable[object], connection: Connection) -> None:
-    """Send messages from a process of its own until nobody receives them. An error is sent, too."""
+    """Send messages from a process of its own until nobody receives them. An error is also sent."""
     # The process that started this one handles signals, and ends this one.
     for name in ('SIGHUP', 'SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU'):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -2,7 +2,7 @@
 
     inference_eval/TASK-STEP.jsonl      a line per example: input, target, output, prediction, score
     inference_eval/TASK-metrics.jsonl   a line per step: {"step": 1000, "accuracy": 71.5}
-    inference_eval/TASK-settings.json   {step: hashes of what its line depends on}
+    inference_eval/TASK-settings.json   {step: hashes of everything on which its line depends}
     results.csv                         T5's table: a row per step, a column per metric
 
 The first two are as SeqIO's loggers write them. The table is made from the second ones after each
@@ -89,7 +89,7 @@ KNOWN = {
 def table(scores: Scores) -> str:
     """Return T5's table of scores as CSV: a row per step, the best values, and their steps.
 
-    The columns of T5 come first, in its order, then those of other tasks by name. The best step of
+    The columns of T5 come first, in its order, then other tasks by name. The best step of
     a group, as F1 and accuracy of MRPC, is the one with its best mean.
     """
     scores = dict(scores) | averages(scores)
@@ -110,7 +110,7 @@ def table(scores: Scores) -> str:
 
 
 def columns_of(tags: Collection[str]) -> dict[str, str]:
-    """Return the titles of 'TASK/METRIC': those of T5's table in its order, then others by name."""
+    """Return the titles of 'TASK/METRIC': T5's table in its order, then others by name."""
     known = {tag: title for tag, title in KNOWN.items() if tag in tags}
     return known | {tag: tag for tag in sorted(tags) if tag not in KNOWN}
 
@@ -124,7 +124,7 @@ def group_of(tag: str) -> str:
 
 def averages(scores: Scores) -> dict[str, dict[int, float]]:
     """Return the averages over GLUE and SuperGLUE, of the groups' means, for the steps that have all columns."""
-    found: dict[str, dict[int, float]] = {}
+    per_average: dict[str, dict[int, float]] = {}
     for title, columns in AVERAGES.items():
         if not columns.keys() <= scores.keys():
             continue
@@ -133,8 +133,8 @@ def averages(scores: Scores) -> dict[str, dict[int, float]]:
             for tag in columns:
                 groups.setdefault(group_of(tag), []).append(scores[tag][step])
             average = mean([mean(values) for values in groups.values()])
-            found.setdefault(title, {})[step] = average
-    return found
+            per_average.setdefault(title, {})[step] = average
+    return per_average
 
 
 def best_steps(scores: Scores) -> dict[str, int]:
@@ -197,7 +197,7 @@ class Results:
         examples: Iterable[Mapping[str, object]],
         settings: str,
     ) -> bool:
-        """Write the results of a task at a step, and replace those of the same settings.
+        """Write the results of a task at a step, and replace results of the same settings.
 
         The line in TASK-metrics.jsonl comes last: where it is, the others are. Return False, and write nothing,
         if there are results of other settings.
@@ -224,14 +224,14 @@ class Results:
 
     def scores(self) -> dict[str, dict[int, float]]:
         """Return {'TASK/METRIC': {step: value}} of all that is stored."""
-        found: dict[str, dict[int, float]] = {}
+        scores: dict[str, dict[int, float]] = {}
         for file in sorted(self.folder.glob(f'*{METRICS_SUFFIX}')):
             name = file.name.removesuffix(METRICS_SUFFIX)
             for line in self.lines(name):
                 for metric, value in line.items():
                     if metric != 'step':
-                        found.setdefault(f'{name}/{metric}', {})[line['step']] = value
-        return found
+                        scores.setdefault(f'{name}/{metric}', {})[line['step']] = value
+        return scores
 
     def lines(self, name: str) -> list[Line]:
         """Return the lines of TASK-metrics.jsonl. Raises Refused for one that is damaged."""

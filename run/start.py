@@ -1,4 +1,4 @@
-"""What a run starts from: its newest valid checkpoint, `restore.path`, or the initial parameters."""
+"""The start of a run: its newest valid checkpoint, `restore.path`, or the initial parameters."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ MOMENTA = ('m', 'mu')  # the slots of first moments: Adafactor's, AdamW's
 
 
 class Wanted(NamedTuple):
-    """What a run needs to start."""
+    """The requirements of a run for its start."""
 
     model_config: T5Config
     shapes: checkpoint.Shapes  # the full state's, by T5X's paths
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a run starts from."""
+    """The checkpoint or the initial values from which a run starts."""
 
     step: int = 0
     directory: paths.AnyPath | None = None  # a checkpoint of this run, which is resumed
@@ -69,7 +69,7 @@ def find_start(
     lines: Sequence[Mapping],
     report: Callable[[str], None],
 ) -> Start:
-    """Return the newest valid checkpoint, else what a new run starts from. `lines`: of metrics.jsonl."""
+    """Return the newest valid checkpoint, else the start of a new run. `lines`: of metrics.jsonl."""
     results.Results(folder).scores()  # raises Refused for a damaged file
     step = verify.newest_valid(folder, report)
     if step is None:
@@ -102,7 +102,7 @@ def find_start(
 
 
 def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) -> Start:
-    """Return what a new run starts from: leaves of the index of `restore.path`, and its vocabulary.
+    """Choose the arrays and the vocabulary that a new run loads from `restore.path`.
 
     Step and optimizer state are restored too, as in T5X. Adapters start at step 0. A stage takes leaves, and returns
     those that it keeps with a note for the user.
@@ -210,7 +210,7 @@ def without_unused_state(leaves: Mapping[str, Any], wanted: Wanted) -> tuple[dic
 
 
 def expected_shapes(index: Mapping[str, Any], wanted: Wanted) -> checkpoint.Shapes:
-    """Return the shapes of what a new run takes from `index`: no adapters, and state only if it has some.
+    """Return the shapes of the arrays that a new run takes from `index`: no adapters, and state only if it has some.
 
     Averages begin with the parameters.
     """

@@ -104,7 +104,7 @@ class EvaluatedTask(NamedTuple):
     examples: list[RecordExample]
     vocabulary: Vocabulary
     infer_eval: ConfigDict
-    settings: str  # hashes of what the results depend on: files and settings; the examples
+    settings: str  # hashes of the files, settings and examples behind the results
     decoding: infer.Decoding = infer.Decoding()
 
     def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
@@ -136,13 +136,13 @@ class EvaluatedTask(NamedTuple):
         batch_size = self.infer_eval.batch_size
         try:
             if not all(map(takes_scores, self.task.metric_fns)):
-                found = infer.in_batches(
+                results = infer.in_batches(
                     functools.partial(infer.answer_batch, t5, self.decoding),
                     [infer.Question(x.inputs, number=i) for i, x in enumerate(self.examples)],
                     batch_size,
                     progress,
                 )
-                answers = [answer.texts[0] for answer in found]
+                answers = [answer.texts[0] for answer in results]
             if any(map(takes_scores, self.task.metric_fns)):
                 scores = score(t5, self.examples, batch_size, progress)
         except Stopped:
@@ -232,7 +232,7 @@ def read_tasks(
     split = infer_eval.split
     limit = infer_eval.num_examples or None
     decoding = decoding_of(decode, vocabulary, vocabulary.size)
-    found = []
+    evaluated = []
     for open_task in opened:
         tokenized_task = TokenizedTask(open_task, data_group, vocabulary)
         depends_on = [
@@ -265,8 +265,8 @@ def read_tasks(
         num_trimmed = sum(example.is_trimmed for example in examples)
         for line in describe_trimming({name: [len(examples), num_trimmed]}):
             console.line(line)
-        found.append(task)
-    return found
+        evaluated.append(task)
+    return evaluated
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
@@ -350,7 +350,7 @@ def check_best_metric(
 ) -> None:
     """Raise Refused unless one of the evaluations of a run gives `metric`, save.best_metric.
 
-    The names of task metrics are those of the targets, taken as answers.
+    The names of task metrics come from the targets, taken as answers.
     """
     available = []
     for stream in held_out.of_each_task():

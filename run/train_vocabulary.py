@@ -1,4 +1,4 @@
-"""The vocabulary of a run: the one that is named, that of what it starts from, or a new one."""
+"""The vocabulary of a run: the named one, the one of its checkpoint, or a new one."""
 
 import io
 import itertools
@@ -56,7 +56,7 @@ def find_or_train_vocabulary(
     vocabulary = add_tokens(vocabulary, data_group.added_tokens)
     if vocabulary.model and kept is not None and vocabulary.model != kept.read_bytes():
         raise Refused(
-            f'{kept} is another vocabulary than data.vocabulary={data_group.vocabulary!r}, or that of the checkpoint, with '
+            f'{kept} is another vocabulary than data.vocabulary={data_group.vocabulary!r}, or the one of the checkpoint, with '
             f'data.added_tokens={tuple(data_group.added_tokens)}: remove it, or change these'
         )
     mark_sentinels(vocabulary, data_group.sentinels)

@@ -1,4 +1,4 @@
-"""What a run keeps in its workdir.
+"""The files of a run in its workdir.
 
     lock               held by the process that uses the workdir
     config.json        the resolved settings; marks the folder as a run of this program
@@ -6,7 +6,7 @@
     vocabulary.model   the SentencePiece model, or tokenizer.json if the vocabulary is one
     metrics.jsonl      a line per logged step and per evaluation
     train/ ...         the same numbers as TensorBoard events
-    inference_eval/    task metrics, and what they are computed from (results.py)
+    inference_eval/    task metrics, and the answers behind them (results.py)
     results.csv        a table of the task metrics
     checkpoint_STEP/   a checkpoint (checkpoint.py)
 
@@ -56,7 +56,7 @@ class Workdir(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The progress of a run that its checkpoint keeps beside the state and the position in the data."""
+    """The progress of a run, which its checkpoint keeps with the state and the position in the data."""
 
     interval: Sequence[Mapping[str, float]] = ()  # metrics of the steps since the last logged one
     num_not_finite: int = 0  # steps skipped
@@ -204,7 +204,7 @@ def read_progress(directory: paths.AnyPath | None, stream: Stream) -> Progress:
 def model_info(
     shapes: Mapping[str, Any], specs: Mapping[str, Any], trained: Collection[str]
 ) -> str:
-    """Return T5X's model-info.txt: every array of the state, its partition spec, and what is frozen.
+    """Return T5X's model-info.txt: every array of the state, its partition spec, and whether it is frozen.
 
     `shapes`: {path of a T5X checkpoint: jax.ShapeDtypeStruct}; `specs`: {path: PartitionSpec or
     None}; `trained`: the paths of parameters.

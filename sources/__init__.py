@@ -184,7 +184,7 @@ class Source:
                 yield record
 
     def next_epoch(self, split: str, share: Share) -> int:
-        """Return the first epoch, from that of `share` on, in which its lane has something to read."""
+        """Return the first epoch, starting with that in `share`, in which its lane has something to read."""
         if self.part_of(split).has_share(share):
             return share.epoch
         return share.epoch + share.num_lanes - share.slot

@@ -1,4 +1,4 @@
-"""SeqIO's task caches: TFRecord files of tf.train.Example, beside info and stats.
+"""SeqIO's task caches: TFRecord files of tf.train.Example, with info and stats.
 
     ROOT/TASK/COMPLETED                            empty, written last
     ROOT/TASK/info.SPLIT.json                      dtype and shape of each feature, number of shards
@@ -37,7 +37,7 @@ from sources.tfrecord import ByteRange, ByteRanges, read_record, record_offsets
 MAX_CACHE_BLOCKS = 1 << 20
 MAX_INDEXED_BYTES = 1 << 28  # the examples of a larger cache are not found when it is opened
 TEXT = 'string'  # the dtype of bytes in info.json
-# The dtypes of a cache of this program, what it was made of, and the version of SeqIO whose layout it has.
+# The dtypes of a cache of this program, its inputs, and the version of SeqIO whose layout it has.
 STORED_DTYPES = {'b': 'bool', 'i': 'int64', 'u': 'int64', 'f': 'float32'}
 ORIGIN = 'cache.json'
 SEQIO_VERSION = '0.0.20'
@@ -88,15 +88,15 @@ def splits(folder: paths.AnyPath) -> list[str]:
     infos = {file.name for file in folder.glob('info.*.json')}
     for file in folder.glob('*.tfrecord-*'):
         infos.add(f'info.{file.name.partition(".tfrecord-")[0]}.json')
-    found = []
+    names = []
     for name in sorted(infos):
         if read_json(folder / name):  # {} stands for a split without examples, as in P3
-            found.append(name.removeprefix('info.').removesuffix('.json'))
-    return found
+            names.append(name.removeprefix('info.').removesuffix('.json'))
+    return names
 
 
 def open_split(folder: paths.AnyPath, split: str) -> Split:
-    """Return what a folder says of a split."""
+    """Return the info that a folder has of a split."""
     available = splits(folder)
     if split not in available:
         raise Refused(f'{folder} has no split {split!r}: use one of {available}')
@@ -223,7 +223,7 @@ def decode(content: bytes, split: Split) -> dict:
         values = getattr(feature, kind).value if kind else []
         try:
             example[name] = shaped(values, info)
-        except (AttributeError, OverflowError, ValueError):  # of another kind, too large, too many
+        except (AttributeError, OverflowError, ValueError):  # of another kind, too large
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
             ) from None
@@ -337,16 +337,16 @@ class CachedRecords(Blocks):
         bad_lines: BadLines,
         features: Collection[str] = FEATURES,
     ):
-        found = {name: split.features[name] for name in features if name in split.features}
-        for name in found.keys() & set(FEATURES):
-            if 'int' not in found[name].dtype or len(found[name].shape) != 1:
+        present = {name: split.features[name] for name in features if name in split.features}
+        for name in present.keys() & set(FEATURES):
+            if 'int' not in present[name].dtype or len(present[name].shape) != 1:
                 folder = split.files[0].parent
                 raise Refused(
                     f'{folder}: feature {name!r} is not a list of ids: set data.use_cached=no'
                 )
         self.whole_split = split
-        self.split = split._replace(features=found)
-        self.features = found.keys()
+        self.split = split._replace(features=present)
+        self.features = present.keys()
         self.files: list[FileRecord] = files
         self.names = [file.path for file in files]
         self.bad_lines = bad_lines

@@ -44,12 +44,12 @@ def open_source(data_group) -> Source:
 
 def pronunciations_of(entries: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
     """Return {word: its pronunciations} of the words of letters and apostrophes, without stress."""
-    found: dict[str, list[str]] = {}
+    by_word: dict[str, list[str]] = {}
     for word, phonemes in entries:
         word = word.lower()
         if WORD.fullmatch(word):
             pronunciation = re.sub('[0-9]', '', ' '.join(phonemes))
-            pronunciations = found.setdefault(word, [])
+            pronunciations = by_word.setdefault(word, [])
             if pronunciation not in pronunciations:  # two may differ in stress alone
                 pronunciations.append(pronunciation)
-    return found
+    return by_word

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from sources import Part, Record, Share
 
-# A pool is what a lane holds in memory and shuffles.
+# A pool holds the records that a lane has in memory and shuffles.
 MAX_BLOCK_BYTES = 1 << 16
 MIN_BLOCKS = 4096  # a small corpus has smaller blocks
 BLOCKS_PER_POOL = 8
@@ -51,8 +51,8 @@ class Blocks(Part):
         order = self.order(self.num_blocks, share.seed, share.epoch)
         blocks = order[share.slot :: share.num_lanes].tolist()
         for start in range(first * BLOCKS_PER_POOL, len(blocks), BLOCKS_PER_POOL):
-            found = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
-            yield start // BLOCKS_PER_POOL, [*itertools.chain.from_iterable(found)]
+            records = self.read_all(blocks[start : start + BLOCKS_PER_POOL])
+            yield start // BLOCKS_PER_POOL, [*itertools.chain.from_iterable(records)]
 
 
 class RecordsInMemory(Blocks):

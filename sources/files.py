@@ -34,7 +34,7 @@ EMPTY_FILE = 'the file is empty; copy it again, or remove it'
 
 
 class FileRecord(NamedTuple):
-    """A file of a corpus. `digest` identifies what it holds, whatever its name."""
+    """A file of a corpus. `digest` identifies its content, whatever its name."""
 
     split: str  # 'train' or 'validation'
     path: str
@@ -71,7 +71,7 @@ def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> st
             changes.append(f'{paths_of[content]} (new or changed)')
     if not changes:
         return 'tasks or rates of data.module changed: restore them'
-    return f"the files do not hold what the run's held: {first_ten(changes)}: restore those files"
+    return f"the files differ from the run's: {first_ten(changes)}: restore those files"
 
 
 def matching_files(name: str) -> dict[str, paths.FileStatus]:

@@ -1,4 +1,4 @@
-"""What a file begins with, and whether that is what it is read as."""
+"""The first bytes of a file, and whether they fit the format as which it is read."""
 
 import contextlib
 import gzip
@@ -11,7 +11,7 @@ import paths
 from messages import Refused
 from sources.files import is_gzipped
 
-HEAD_BYTES = 1 << 16  # read to find out what a file holds
+HEAD_BYTES = 1 << 16  # read to recognize the format of a file
 PARQUET = b'PAR1'
 # The first bytes of files that are not text: {pattern: (format, remedy)}.
 FORMATS = {
@@ -58,7 +58,7 @@ def read_head(path: str, num_bytes: int | None = None) -> bytes:
 
 
 def check_head(title: str, kind: str, head: bytes) -> None:
-    """Raise Refused if a file that begins with `head` is not read as what it is."""
+    """Raise Refused if a file that begins with `head` is read as another format."""
     for mark, (what, remedy) in FORMATS.items():
         is_found = re.match(mark, head, re.DOTALL) is not None
         if is_found and not (kind == 'parquet' and mark == PARQUET):

@@ -177,7 +177,7 @@ def validation_fraction_of(data_group) -> float:
 
 
 def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
-    """Return a split of a task cache: from its ids, if they lie beside the records on a disk."""
+    """Return a split of a task cache: from its ids, if they lie with the records on a disk."""
     opened = cache.open_split(folder, split)
     statuses = matching_files(f'{folder}/*')  # one request for all files
     shards = [str(file) for file in opened.files]
@@ -218,8 +218,8 @@ def find_tfds(data_group) -> list[paths.AnyPath]:
 def prepared_version(data_group, name: str) -> str | None:
     """Return a data set NAME:VERSION if it is prepared, NAME for another version, None without any."""
     if ',' in name:
-        found = [prepared_version(data_group, each) for each in split_names(name)]
-        return None if None in found else ','.join(map(str, found))
+        versions = [prepared_version(data_group, each) for each in split_names(name)]
+        return None if None in versions else ','.join(map(str, versions))
     path, _, version = name.partition(':')
     folder = tfds_root(data_group) / path
     if version in tfds.versions_of(folder):
@@ -297,20 +297,20 @@ def find_files(split: str, key: str, patterns: str, bad_lines: BadLines) -> list
     """Return the files that `patterns` names, without empty ones."""
     if patterns == '':
         return []
-    found: dict[str, paths.FileStatus] = {}
+    statuses: dict[str, paths.FileStatus] = {}
     with named(key):
         for name in split_names(patterns) or [patterns]:
-            found.update(matching_files(name))
-    not_empty = {path: found[path] for path in sorted(found) if found[path].num_bytes}
+            statuses.update(matching_files(name))
+    not_empty = {path: statuses[path] for path in sorted(statuses) if statuses[path].num_bytes}
     if not not_empty:
         raise Refused(f'{key}={patterns!r} names no file with text: name another')
-    for path in sorted(found.keys() - not_empty.keys()):
+    for path in sorted(statuses.keys() - not_empty.keys()):
         bad_lines.add(path, 0, EMPTY_FILE)
     return read_records(split, not_empty)
 
 
 def split_names(patterns: str) -> list[str]:
-    """Return the names between the commas; that of an existing file or folder may hold a comma itself."""
+    """Return the names between the commas; an existing file or folder may have a comma in its name."""
     if os.path.exists(patterns):
         return [patterns]
     names = [name.strip() for name in patterns.split(',')]
@@ -346,17 +346,17 @@ def open_files(files: list[FileRecord], parser: LineParser) -> Part:
     """Return the files, or none, as a part of a source. Each line or row is a record."""
     if not files:
         return RecordsInMemory([])
-    found: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
+    kinds: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
     for file in files:
-        found[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
-    if len(found) > 1 or (True, True) in found:
+        kinds[parser.kind_of(file.path) == 'parquet', is_gzipped(file.path)] = file.path
+    if len(kinds) > 1 or (True, True) in kinds:
         raise Refused(
-            f'{" and ".join(found.values())}: name files all plain, all gzipped or all Parquet'
+            f'{" and ".join(kinds.values())}: name files all plain, all gzipped or all Parquet'
         )
-    if (True, False) in found:
+    if (True, False) in kinds:
         from sources.parquet import ParquetFiles  # pyarrow takes a while
 
         return ParquetFiles(files, parser)
-    if (False, True) in found:
+    if (False, True) in kinds:
         return GzippedFiles(files, parser)
     return PlainFiles(files, parser)

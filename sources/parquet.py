@@ -24,7 +24,7 @@ from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
 
 WINDOW_BYTES = 128 << 20  # lanes read from row groups of this size at a time
-MAX_GROUP_BYTES = 256 << 20  # the limit of what is read of a row group, uncompressed
+MAX_GROUP_BYTES = 256 << 20  # the limit of the bytes read from a row group, uncompressed
 MAX_CACHED_BYTES = 512 << 20  # the memory for decoded row groups
 LISTS = (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType)
 KINDS = {  # of the types that are read, by their names
@@ -38,7 +38,7 @@ class DamagedFile(Exception):
 
 
 class RowGroup(NamedTuple):
-    """Rows that are stored together. `num_bytes` are those of the columns that are read."""
+    """Rows that are stored together. `num_bytes` counts the columns that are read."""
 
     path: str
     number: int  # in the file, from 0
@@ -105,9 +105,9 @@ def kind_of_type(arrow_type: pyarrow.DataType) -> str:
 
 def columns_of(fields: Sequence[str], names: list[str], values: dict[str, str]) -> list[str]:
     """Return the columns that hold `fields`; without these, all that hold texts or numbers."""
-    found = [value for value, kind in values.items() if kind in KINDS]
-    found += [value.split('/')[0] for value in found]
-    readable = [name for name in names if name in found]
+    columns = [value for value, kind in values.items() if kind in KINDS]
+    columns += [value.split('/')[0] for value in columns]
+    readable = [name for name in names if name in columns]
     named = [x if x in names else x.split('/')[0] for x in fields or readable]
     return [name for name in dict.fromkeys(named) if name in readable]
 
@@ -162,7 +162,7 @@ def damage_named(what: str) -> Iterator[None]:
 class ParquetFiles(Blocks):
     """Rows of Parquet files. A block is a run of rows of one row group.
 
-    A row group is decoded whole. So that lanes share what is decoded, an epoch goes through windows
+    A row group is decoded in full. So that lanes share the decoded rows, an epoch goes through windows
     of some row groups, in a random order, and permutes the blocks of a window.
     """
 

@@ -28,7 +28,7 @@ MAX_ROW_BYTES = 1 << 24
 
 
 class Number(float):
-    """A number of JSON whose text is that of its line: 1.50, 1e5, or 20 digits."""
+    """A number of JSON whose text stays as in its line: 1.50, 1e5, or 20 digits."""
 
     def __init__(self, text: str):
         self.text = text
@@ -262,13 +262,13 @@ def check_columns(title: str, columns: Collection[str], fields: Iterable[str], r
     """Raise Refused for a table, or another file, that has not all of `fields`."""
     for field in fields:
         if field not in columns:
-            found = first_ten([repr(column) for column in columns])
-            raise Refused(f'{title} has no column {field!r}, it has {found}: {remedy}')
+            names = first_ten([repr(column) for column in columns])
+            raise Refused(f'{title} has no column {field!r}, it has {names}: {remedy}')
 
 
 @functools.cache
 def csv_module() -> Any:
-    """Return a csv module of our own: its limit is not that of the process."""
+    """Return a csv module of our own: its limit does not change the limit of the process."""
     spec = importlib.util.find_spec('_csv')
     assert spec and spec.loader
     csv = importlib.util.module_from_spec(spec)

@@ -15,7 +15,7 @@ class Template:
     def __init__(self, key: str, text: str):
         self.key = key
         try:
-            text.encode()  # the system gives what is not UTF-8 as half surrogate pairs
+            text.encode()  # the system gives bytes that are not UTF-8 as half surrogate pairs
         except UnicodeEncodeError as error:
             raise Refused(f'{key}={text!r}: {error}; write it in UTF-8') from None
         if PART.sub('', text):
@@ -66,7 +66,7 @@ def fields_named(data_group) -> tuple[str, ...]:
     templates = templates_of(data_group)
     if not templates:
         return (data_group.text_field,)
-    found = [field for template in templates.values() for field in template.fields]
+    names = [field for template in templates.values() for field in template.fields]
     if data_group.weight:
-        found.append(data_group.weight[1:-1])
-    return tuple(dict.fromkeys(found))
+        names.append(data_group.weight[1:-1])
+    return tuple(dict.fromkeys(names))

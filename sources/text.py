@@ -77,7 +77,7 @@ class PlainFiles(Blocks):
             return threads.map(self.read, blocks)
 
     def count_records(self) -> int | None:
-        """Return about how many records there are: lines, blank ones and those of quoted fields, too."""
+        """Return about how many records there are: lines, including blank ones and lines of quoted fields."""
         if self.reads_buckets:
             return None
         total = 0
@@ -139,7 +139,7 @@ class CsvReader:
     """
 
     def __init__(self, path: str, starts: Sequence[int], num_bytes: int):
-        self.first_rows: dict[int, int] = {}  # {start of a block: that of the first row in it}
+        self.first_rows: dict[int, int] = {}  # {start of a block: start of the first row in it}
         with paths.open_file(path, sources.files.SEQUENTIAL_READ_AHEAD) as file:
             is_row_start = True
             in_quotes = False

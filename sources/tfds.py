@@ -114,10 +114,10 @@ class DataSet:
         statuses = matching_files(f'{self.folder}/*')  # one request for all files
         runs = []
         missing = []
-        for found in instructions:
-            path = str(self.folder / os.path.basename(found.filename))
+        for instruction in instructions:
+            path = str(self.folder / os.path.basename(instruction.filename))
             if path in statuses and statuses[path].num_bytes:
-                numbers = (found.skip, found.take, found.examples_in_shard)
+                numbers = (instruction.skip, instruction.take, instruction.examples_in_shard)
                 runs.append(ShardRun(path, *numbers, statuses[path]))
             elif path not in missing:
                 missing.append(path)

@@ -84,7 +84,7 @@ class StoredRecords(Blocks):
 
     @abc.abstractmethod
     def stored(self, block: int) -> Iterator[StoredRecord]:
-        """Yield the records of a block, those with a fault, too."""
+        """Yield the records of a block, also those with a fault."""
 
     @abc.abstractmethod
     def parse(self, content: bytes) -> dict | None:

@@ -1,4 +1,4 @@
-"""Tasks and mixtures by name: `get`, and what a row of your own is made of. Imports no jax."""
+"""Tasks and mixtures by name: `get`, and the parts of a row of your own. Imports no jax."""
 
 from tasks.mixtures import Mixture, Task, proportional
 
@@ -13,7 +13,7 @@ def get(name: str, module: str = '') -> Task | Mixture:
     """
     from tasks import names  # T5's tables: a tenth of a second
 
-    found = names.look_up(name, module)
-    if found is None:
+    row = names.look_up(name, module)
+    if row is None:
         raise names.unknown(name, module, f'data.task={name!r}')
-    return found
+    return row

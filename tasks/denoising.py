@@ -2,7 +2,7 @@
 
 A mask is bool [rows, length], True for noise. A token function takes the ids int32 [rows, length]
 and a mask, and returns ids of the same shape in which a token that is gone is DROPPED. Names are
-those of t5/data/preprocessors.py. All randomness is a function of a key. Imports no jax.
+as in t5/data/preprocessors.py. All randomness is a function of a key. Imports no jax.
 """
 
 import numpy as np

@@ -166,7 +166,7 @@ def common_positions(target: list[str], prediction: list[str]) -> set[int]:
 def common_lengths(target: list[str], prediction: list[str]) -> np.ndarray:
     """Return an int array: at [i, j], the length of the longest common subsequence.
 
-    It is that of the first i tokens of `target` and the first j of `prediction`.
+    It belongs to the first i tokens of `target` and the first j of `prediction`.
     """
     is_equal = np.array(target, object)[:, None] == np.array(prediction, object)[None]
     lengths = np.zeros((len(target) + 1, len(prediction) + 1), int)
@@ -536,7 +536,7 @@ def rank_classification(
 
     `targets`: (idx, is_correct, weight, number of target tokens) of each choice, idx being (example,
     choice); in any order. `scores`: nats. With `num_classes` all examples have as many choices; then
-    more than 2 give 'mean_3class_f1', too, and 2 give 'f1', 'auc-roc' and 'auc-pr' of choice 1, in
+    more than 2 also give 'mean_3class_f1', and 2 give 'f1', 'auc-roc' and 'auc-pr' of choice 1, in
     percent; but not where an example has several correct choices.
     """
     choices = []
@@ -593,7 +593,7 @@ def fixed_choice_metrics(choices: list[Choice], num_classes: int) -> Values:
     return values | {'auc-roc': 100 * float(area), 'auc-pr': 100 * float(precision)}
 
 
-# What the metrics share.
+# Shared by the metrics.
 
 
 def overlap_f1(target: Sequence[Hashable], prediction: Sequence[Hashable]) -> float:

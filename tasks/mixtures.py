@@ -1,4 +1,4 @@
-"""What a task is, and mixtures of tasks with rates. Imports no jax."""
+"""Tasks, and mixtures of tasks with rates. Imports no jax."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ from vocabulary import Vocabulary
 Rate = float | Callable[[int], float]
 # From the fields of a record to its examples.
 PreprocessFn = Callable[[Fields], Iterable[Texts]]
-# From a text (targets, or what the model predicts), the example, and whether it is the targets.
+# From a text (targets or a prediction), the example, and whether it is the targets.
 PostprocessFn = Callable[..., object]
 # (targets, predictions) or (targets, scores): {name of the metric: value}.
 MetricFn = Callable[..., Mapping[str, float]]
@@ -131,7 +131,7 @@ class Task:
     def postprocess(
         self, text: str, example: Fields | None = None, is_target: bool = False
     ) -> object:
-        """Return what the metrics compare, of targets or of a predicted text."""
+        """Return the value that the metrics compare, of targets or of a predicted text."""
         if self.postprocess_fn is None:
             if self.references and is_target:
                 return (example or {}).get('references', [text])
@@ -240,24 +240,24 @@ class Mixture:
     @property
     def tasks(self) -> dict[str, Task]:
         """The tasks, by name, of a mixture in which all names are looked up."""
-        found: dict[str, Task] = {}
+        members: dict[str, Task] = {}
         for member in self.members:
             if isinstance(member, Task):
-                found[member.name] = member
+                members[member.name] = member
             elif isinstance(member, Mixture):
-                found |= member.tasks
-        return found
+                members |= member.tasks
+        return members
 
     @property
     def tasks_by_size(self) -> set[str]:
         """The names of the tasks whose rate depends on their number of examples."""
-        found = set()
+        names = set()
         for member, rate in self.members.items():
             if isinstance(member, Mixture):
-                found |= member.tasks_by_size
+                names |= member.tasks_by_size
             elif callable(rate):
-                found.add(name_of(member))
-        return found
+                names.add(name_of(member))
+        return names
 
     def rates(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Return the rate of each task, not normalized, the same task's rates summed.
@@ -271,7 +271,7 @@ class Mixture:
             if isinstance(member, Mixture):
                 shares = member.shares(sizes)
             if callable(rate):
-                if name not in sizes:  # the sizes of mixtures are unknown, too
+                if name not in sizes:  # the sizes of mixtures are also unknown
                     rule = 'is by its number of examples, which is unknown: name a number'
                     raise Refused(f'mixture {self.name!r}: the rate of {name!r} {rule}')
                 rate = rate(sizes[name])

@@ -1,7 +1,7 @@
 """mT5's and ByT5's tasks and mixtures.
 
 Both have the same ones, under their own prefix: 'mt5_xnli_zeroshot' and 'byt5_xnli_zeroshot'. The
-vocabulary is that of the settings (data.vocabulary), as are the noise of mc4 (ByT5's spans have 20
+vocabulary comes from the settings (data.vocabulary), as does the noise of mc4 (ByT5's spans have 20
 bytes) and the lengths. The originals' lengths of inputs and targets:
 
                                         mT5           ByT5
@@ -16,7 +16,7 @@ bytes) and the lengths. The originals' lengths of inputs and targets:
     wmt                                 -             1024, 1024
 
 A task in several languages is named TASK.LANGUAGE. 'zeroshot' trains on English and evaluates all
-languages; 'translate_train' trains on translations, too. Not here: TweetQA and Dakshina, whose tasks
+languages; 'translate_train' also trains on translations. Not here: TweetQA and Dakshina, whose tasks
 are not published (Dakshina's metric is metrics.cer), and SIGMORPHON.
 
 Source: google-research, multilingual_t5/tasks.py 9dcd60f and byt5/tasks.py 7d4efdd. Imports no jax.
@@ -77,7 +77,7 @@ BY_SIZE = proportional(temperature=1 / 0.3)
 
 
 def tasks(t5: Mapping[str, Row]) -> list[Row]:
-    """Return all tasks and mixtures. `t5`: those of T5 by name, of which some are the same."""
+    """Return all tasks and mixtures. `t5`: T5's by name, of which some are the same."""
     rows = [*documents_of_mt5(), *mc4('byt5_mc4')]
     for prefix in ('mt5', 'byt5'):
         rows += xnli(prefix)
@@ -341,10 +341,10 @@ def process_mnli(fields: Fields) -> list[Texts]:
 def process_xnli(fields: Fields, languages: Sequence[str]) -> list[Texts]:
     """Return an example for each language: the premise and the hypothesis in it."""
     hypothesis = fields['hypothesis']
-    found = texts_of(hypothesis['language'])
+    texts = texts_of(hypothesis['language'])
     examples = []
     for language in languages:
-        for other, translation in zip(found, hypothesis['translation'], strict=True):
+        for other, translation in zip(texts, hypothesis['translation'], strict=True):
             if other == language:
                 premise = fields['premise'][language]
                 examples.append(sentence_pair(premise, translation, fields['label']))

@@ -24,15 +24,15 @@ def look_up(
 
     def with_members(row: str | Task | Mixture) -> Task | Mixture:
         if isinstance(row, str):
-            found = look_up(row, module, is_cached)
-            if found is None:
+            entry = look_up(row, module, is_cached)
+            if entry is None:
                 raise unknown(row, module, f'task {row!r} of data.task={name!r}')
-            return found
+            return entry
         return row.with_members(with_members) if isinstance(row, Mixture) else row
 
-    found = own_tasks(module).get(name) or table().get(name)
-    if found is not None:
-        return with_members(found)
+    entry = own_tasks(module).get(name) or table().get(name)
+    if entry is not None:
+        return with_members(entry)
     if name in OBJECTIVES:
         return Task(name, objective=name)
     return Task(name) if is_cached(name) else None
@@ -43,11 +43,11 @@ def own_tasks(module: str) -> dict[str, Task | Mixture]:
     if not module:
         return {}
     file = user_code.module_file('data.module', module)
-    found = getattr(user_code.load_module(file, file.read_bytes()), 'TASKS', None)
-    if not isinstance(found, list | tuple):
+    rows = getattr(user_code.load_module(file, file.read_bytes()), 'TASKS', None)
+    if not isinstance(rows, list | tuple):
         raise Refused(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
     named: dict[str, Task | Mixture] = {}
-    for entry in found:
+    for entry in rows:
         is_new = entry.name not in named and entry.name not in OBJECTIVES
         assert is_new, f'{file}: two tasks have the name {entry.name!r}: rename one'
         named[entry.name] = entry

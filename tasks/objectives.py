@@ -138,7 +138,7 @@ class PrincipleSentences(Denoising):
 
     The targets are these sentences, in order, cut to a row and counted. A sentence ends at . ! or ?
     before a blank; its score is ROUGE-1's F1 with the rest, times 1 + `noise` * N(0, 1). A share of the
-    sentences stays in the inputs, too. A text of one sentence is all targets. Differs from PEGASUS,
+    sentences also stays in the inputs. A text of one sentence is all targets. Differs from PEGASUS,
     which reads the beginning of a document alone: each row of it is a text. Source: Zhang et al. 2020
     (PEGASUS) §3.1; pegasus/ops/sentence_selection.cc, with LongT5's settings.
     """
@@ -191,7 +191,7 @@ class PrincipleSentences(Denoising):
         for of_sentence in map(Counter, words):
             common = (min(n, of_text[word] - n) for word, n in of_sentence.items())
             num_common.append(sum(common))
-        # The words of both sides are those of the text.
+        # The words of both sides are the text's.
         return 2 * np.array(num_common) / max(of_text.total(), 1)
 
 
@@ -416,7 +416,7 @@ class PromptedTextToText(TextToText):
         inputs = np.concatenate([self.bos, record['inputs']])
         if not len(inputs):
             inputs = self.eos
-        return inputs, np.append(record['targets'], self.eos)
+        return inputs, np.concatenate([self.begin, record['targets'], self.eos])
 
     def cut(self, ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
         return ids[:length]
@@ -444,7 +444,8 @@ class TextToTextWithSentinel(PromptedTextToText):
 
     def with_ends(self, record: Mapping[str, np.ndarray]) -> Pair:
         inputs = np.concatenate([self.bos, record['inputs'], self.sentinel, self.end])
-        return inputs, np.concatenate([self.sentinel, record['targets'], self.eos])
+        targets = [self.begin, self.sentinel, record['targets'], self.eos]
+        return inputs, np.concatenate(targets)
 
     def cut(self, ids: np.ndarray, length: int, end: np.ndarray) -> np.ndarray:
         return TextToText.cut(self, ids, length, ids[-1 - len(end) :])
@@ -480,7 +481,7 @@ class TriviaQaTruncateInputs(TextToText):
         return super().examples(kept_names, kept, *key)
 
 
-# Every value of Task.objective. Those of documents are values of data.task, too.
+# Every value of Task.objective. Objectives of documents are also values of data.task.
 OBJECTIVES: dict[str, type[Objective]] = {
     'span_corruption': SpanCorruption,
     'text_to_text': TextToText,

@@ -1,6 +1,6 @@
 """From config.data to a task or mixture with open sources. Imports no jax.
 
-The rule: data.task names a row, which has preprocessors and metrics of its own. Its records are those of
+The rule: data.task names a row, which has preprocessors and metrics of its own. Its records come from
 data.files, data.tfds or a task cache if these are set, else the row's. A template, data.targets or
 data.references, makes a task from text to text, whose name is in no table.
 """
@@ -56,11 +56,11 @@ def find(data_group: ConfigDict) -> Task | Mixture:
                 f'data.{setting}={data_group[setting]!r} is not for data.task={name!r}: a mixture and a task of P3 '
                 'have their own records, and a task without training takes data.validation_files'
             )
-    found = configured(row, data_group)
+    task = configured(row, data_group)
     is_of_texts = name in OBJECTIVES and not takes_documents(name)
     if is_of_texts and not data_group.targets and not data_group.references and not is_cached(name):
         raise Refused(f"data.task={name!r} needs data.targets, as '{{answer}}', and data.inputs")
-    return found
+    return task
 
 
 def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixture:
@@ -76,7 +76,7 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
         raise Refused(
             f"data.weight={data_group.weight!r} is not for data.task={row.name!r}: use ''"
         )
-    templates_of(data_group)  # refuses what the settings say
+    templates_of(data_group)  # refuses invalid settings
     defaults = settings_of_a_row(data_group)
     changes = {name: data_group[name] for name in defaults if data_group[name] != defaults[name]}
     if row.train_split == NO_SPLIT:
@@ -108,7 +108,7 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
 
 
 def settings_of_task(data_group: ConfigDict, name: str) -> ConfigDict:
-    """Return config.data for a task. What it says of the records of data.task is not of others."""
+    """Return config.data for a task. Its settings of the records of data.task do not apply to others."""
     if name == data_group.task:
         return data_group
     own = data_group.copy_and_resolve_references()
@@ -118,23 +118,23 @@ def settings_of_task(data_group: ConfigDict, name: str) -> ConfigDict:
 
 def metrics_of(names: str) -> list[MetricFn]:
     """Return the metrics that data.metrics names."""
-    found: dict[str, MetricFn] = {}
+    metric_fns: dict[str, MetricFn] = {}
     with named(f'data.metrics={names!r}'):
         for given in filter(None, map(str.strip, names.split(','))):
             name, colon, tokenizer = given.partition(':')
             takes_tokenizer = name in ('bleu', 'rouge')
-            if name not in TEXT_METRICS or name in found or (colon and not takes_tokenizer):
+            if name not in TEXT_METRICS or name in metric_fns or (colon and not takes_tokenizer):
                 known = ', '.join(TEXT_METRICS)
                 raise Refused(f'use some of {known}, each once, as bleu:zh and rouge:zh')
-            found[name] = TEXT_METRICS[name]
+            metric_fns[name] = TEXT_METRICS[name]
             if colon:
                 try:
                     BLEU(tokenize=tokenizer)
                 except (KeyError, RuntimeError, OSError) as error:  # also without its packages
                     reason = ' '.join(str(error).split())
                     raise Refused(f'{reason}: use one of {", ".join(BLEU.TOKENIZERS)}') from error
-                found[name] = functools.partial(found[name], tokenizer=tokenizer)
-    return list(found.values())
+                metric_fns[name] = functools.partial(metric_fns[name], tokenizer=tokenizer)
+    return list(metric_fns.values())
 
 
 # The values of data.metrics. The targets are texts, or lists of references.
@@ -151,11 +151,11 @@ TEXT_METRICS: dict[str, MetricFn] = {
 
 def open_mixture(data_group: ConfigDict) -> OpenMixture:
     """Open the sources of what config.data.task names, for training."""
-    found = find(data_group)
-    if isinstance(found, Task):
-        tasks = [open_task(found, data_group)]
+    row = find(data_group)
+    if isinstance(row, Task):
+        tasks = [open_task(row, data_group)]
     else:
-        tasks = open_tasks(found, data_group)
+        tasks = open_tasks(row, data_group)
     content: list = []  # texts and rates; a function's code is not in it
     for task, source, rate in tasks:
         if task.train_split != NO_SPLIT and not source.may_hold('train'):
@@ -164,9 +164,9 @@ def open_mixture(data_group: ConfigDict) -> OpenMixture:
         content.append([task.name, task.objective_name, task.inputs, targets])
         content.append([source.fingerprint, round(rate, 12)])
     fingerprint = digest(content)
-    if len(tasks) == 1 and found.name not in own_tasks(data_group.module):
+    if len(tasks) == 1 and row.name not in own_tasks(data_group.module):
         fingerprint = source.fingerprint  # config.json has the texts of this task
-    return OpenMixture(found.name, tuple(tasks), fingerprint, open_mixture)
+    return OpenMixture(row.name, tuple(tasks), fingerprint, open_mixture)
 
 
 def open_evaluated_alone(data_group: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
@@ -191,9 +191,9 @@ def other_versions(mixture: OpenMixture) -> list[str]:
     return lines
 
 
-def tasks_of(found: Task | Mixture) -> dict[str, Task]:
+def tasks_of(row: Task | Mixture) -> dict[str, Task]:
     """Return {name: task} of a task or mixture."""
-    return {found.name: found} if isinstance(found, Task) else found.tasks
+    return {row.name: row} if isinstance(row, Task) else row.tasks
 
 
 def open_tasks(mixture: Mixture, data_group: ConfigDict) -> list[OpenTask]:

@@ -1,4 +1,4 @@
-"""From the text that a model predicts, or the targets, to what the metrics compare.
+"""From the text that a model predicts, or the targets, to the values that the metrics compare.
 
 Each function takes (text, example, is_target): the example has the fields that its preprocessor
 gave. tasks/t5.py binds the other arguments. Source: t5/data/postprocessors.py. Imports no jax.

@@ -2,7 +2,7 @@
 
 Each function takes a record with TFDS's field names, as TFDS or a line of JSON gives it (a text is a
 str or bytes, a list any sequence), and returns its examples: {'inputs': text, 'targets': text},
-beside them the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
+with them the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
 Source: t5/data/preprocessors.py. Imports no jax.
 """
 
@@ -178,7 +178,7 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Texts]:
         words = text.split(' ')
         index = int(fields['span2_index'])
         if index <= 0 or words[index] != pronoun:
-            raise Refused(f'span2_index={index} is not that of {pronoun!r}: count words from 0')
+            raise Refused(f'span2_index={index} is not at {pronoun!r}: count words from 0')
         # As in T5 a space follows even a pronoun at the end.
         blanked = ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
     marked = blanked.replace(' X ', f' *{pronoun}* ')
@@ -200,7 +200,7 @@ def definite_pronoun_resolution_simple(fields: Fields) -> list[Texts]:
 
 
 def wnli_simple(fields: Fields) -> list[Texts]:
-    """Return the first sentence with a pronoun marked, and what the second has in its place.
+    """Return the first sentence with a pronoun marked, and the words that the second has in its place.
 
     Heuristics, which were written for the splits validation and test alone.
     """
@@ -235,7 +235,7 @@ def clean_words(text: str) -> list[str]:
 
 
 def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> tuple[int, str]:
-    """Return how many words around a pronoun the hypothesis has, too, and its words in place of the pronoun."""
+    """Return how many words around a pronoun the hypothesis shares, and its words instead of the pronoun."""
     before = premise[:index]
     after = premise[index + 1 :]
     num_before = num_shared_words(hypothesis[::-1], before[::-1])
@@ -248,9 +248,9 @@ def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> tupl
     text = ' '.join(hypothesis)
     # As in T5 the words themselves are patterns.
     for pattern in ([*before, '(.+)', *after], ['^(.+)', *after], [*before, '(.+)$']):
-        found = re.search(' '.join(pattern), text)
-        if found:
-            return score, found[1]
+        match = re.search(' '.join(pattern), text)
+        if match:
+            return score, match[1]
     return score, ''
 
 
@@ -280,9 +280,9 @@ def referent_in(hypothesis: str, referent: str) -> str:
     # The first place of each article, as in T5.
     begin = max([words.index(article) for article in ARTICLES if article in words] or [0])
     pattern = ' '.join(rf'{re.escape(word)}[.,?!]?' for word in words[begin:])
-    found = re.search(pattern, hypothesis, re.IGNORECASE)
-    assert found, f'{referent!r} is not in {hypothesis!r}'
-    return re.sub(r"('s|')?\Z", '', re.sub(r'[.,!?]\Z', '', found[0]), count=1)
+    match = re.search(pattern, hypothesis, re.IGNORECASE)
+    assert match, f'{referent!r} is not in {hypothesis!r}'
+    return re.sub(r"('s|')?\Z", '', re.sub(r'[.,!?]\Z', '', match[0]), count=1)
 
 
 # Reading comprehension.

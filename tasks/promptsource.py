@@ -53,11 +53,11 @@ def tasks(
     """Return the tasks of all templates in a file, under the names that T0 has for them.
 
     `files`, `validation_files`: those with the records, as data.files. `fields_fn`: from the fields
-    of a record to those of the templates.
+    of a record to the templates' names.
     """
     content = read_templates(templates_file)
     dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
-    found = []
+    tasks = []
     for entry in content['templates'].values():
         template = Template(entry, templates_file)
         prompt = prompt_of(dataset, template)
@@ -71,7 +71,7 @@ def tasks(
             validation_split='',
             preprocess_fn=compose(template.examples, fields_fn),
         )
-        found.append(task)
+        tasks.append(task)
         if prompt.num_choices:
             ranked = dataclasses.replace(
                 tasks_t0.score_task(prompt, name),
@@ -80,12 +80,12 @@ def tasks(
                 validation_split='',
                 preprocess_fn=compose(template.choice_examples, fields_fn),
             )
-            found.append(ranked)
-    return found
+            tasks.append(ranked)
+    return tasks
 
 
 def read_templates(file: str) -> Texts:
-    """Return what a file of templates holds."""
+    """Return the content of a file of templates."""
     return yaml.load(paths.disk_path(file).read_text(encoding='utf-8'), Loader=TemplateLoader)
 
 
@@ -168,22 +168,22 @@ class Template:
 
         Differs from T0, where 'idx' has the number of a record: here it is a hash of its fields.
         """
-        found = []
+        examples = []
         for example in self.examples(fields):
             for i, choice in enumerate(example['answer_choices']):
                 is_correct = choice == example['targets']
                 ranked = {'idx': (hash_of(fields), i), 'is_correct': is_correct, 'weight': 1.0}
-                found.append(ranked | {'inputs': example['inputs'], 'targets': choice})
-        return found
+                examples.append(ranked | {'inputs': example['inputs'], 'targets': choice})
+        return examples
 
 
 def protected(fields: Fields) -> Texts:
     """Return fields whose names a template can write, and whose texts have no separator."""
-    found = {name.replace('-', '_'): value for name, value in fields.items()}
-    for name, value in found.items():
+    names = {name.replace('-', '_'): value for name, value in fields.items()}
+    for name, value in names.items():
         if isinstance(value, str):
-            found[name] = value.replace(SEPARATOR, PROTECTED)
-    return found
+            names[name] = value.replace(SEPARATOR, PROTECTED)
+    return names
 
 
 def split(rendered: str) -> list[str]:

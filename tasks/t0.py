@@ -5,7 +5,7 @@ tokenized: copy the folders of the tasks from `data` in huggingface.co/datasets/
 name the folder that holds the copies with data.cache_dirs. t0_prompts.csv has the prompts of each
 data set, as promptsource 7dab96a names them, in its order:
 
-    original_task   whether the prompt asks for what the data set was made for
+    original_task   whether the prompt asks for the task of the data set
     num_choices     how many answers there are; 'vary' if an example has its own; '' for any text
     metrics         promptsource's names
 
@@ -73,13 +73,13 @@ class Prompt(NamedTuple):
 
 @functools.cache
 def tasks() -> list[Task | Mixture]:
-    found: list[Task | Mixture] = []
+    rows: list[Task | Mixture] = []
     for prompt in prompts():
         for name in prompt.task_names:
-            found.append(text_task(prompt, name))
+            rows.append(text_task(prompt, name))
             if prompt.num_choices:
-                found.append(score_task(prompt, name))
-    return found + mixtures()
+                rows.append(score_task(prompt, name))
+    return rows + mixtures()
 
 
 # Mixtures.
@@ -189,7 +189,7 @@ def task_name(dataset: str, prompt: str) -> str:
 @functools.cache
 def prompts() -> list[Prompt]:
     """Return the rows of t0_prompts.csv."""
-    found = []
+    prompts = []
     for row in rows_of('t0_prompts.csv'):
         prompt = Prompt(
             dataset=row['dataset'],
@@ -198,8 +198,8 @@ def prompts() -> list[Prompt]:
             num_choices=row['num_choices'],
             metrics=tuple(row['metrics'].split(';')),
         )
-        found.append(prompt)
-    return found
+        prompts.append(prompt)
+    return prompts
 
 
 @functools.cache
@@ -209,7 +209,7 @@ def data_sets() -> dict[str, dict[str, str]]:
 
 
 def rows_of(name: str) -> list[dict[str, str]]:
-    """Return the rows of a table beside this file."""
+    """Return the rows of a table next to this file."""
     with (FOLDER / name).open(encoding='utf-8', newline='') as file:
         return list(csv.DictReader(file))
 
@@ -238,7 +238,7 @@ def class_id(text: str, example: Fields, is_target: bool = False) -> int:
 def rank_classification(text: str, example: Fields, is_target: bool = False) -> object:
     """Return ((example, choice), is_correct, weight, number of target ids) of targets.
 
-    An evaluation gives the number as 'num_target_tokens'; else it is that of the ids in 'targets',
+    An evaluation gives the number as 'num_target_tokens'; else it counts the ids in 'targets',
     0 where these are a text. A score is returned as it is. Source: t5/data/postprocessors.py.
     """
     if not is_target:
@@ -259,7 +259,7 @@ def spearman_corrcoef(
     return metrics.spearman_corrcoef(of_targets, of_predictions)
 
 
-# promptsource's names of metrics. What it calls 'Other' T0 takes for accuracy.
+# promptsource's names of metrics. T0 takes its 'Other' for accuracy.
 METRICS: dict[str, MetricFn] = {
     'Accuracy': metrics.accuracy,
     'BLEU': metrics.bleu,
@@ -284,10 +284,10 @@ def metrics_of(prompt: Prompt) -> list[MetricFn]:
     """
     if prompt.num_classes and prompt.dataset in CLASS_METRICS:
         return list(CLASS_METRICS[prompt.dataset])
-    found = []
+    metric_fns = []
     for name in prompt.metrics:
         if name == 'Spearman Correlation' and prompt.name == 'generate_review':
             continue
-        if METRICS[name] not in found:
-            found.append(METRICS[name])
-    return found
+        if METRICS[name] not in metric_fns:
+            metric_fns.append(METRICS[name])
+    return metric_fns

@@ -36,7 +36,7 @@ from tasks.mixtures import (
 )
 from tasks.preprocessors import Fields
 
-# Documents. T5 configures the objective of the *_unsupervised tasks in gin; here it is that of the
+# Documents. T5 configures the objective of the *_unsupervised tasks in gin; here it belongs to the
 # settings data.noise_density and data.mean_noise_span_length.
 
 
@@ -44,7 +44,7 @@ def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
     return Task(name, tfds=tfds, objective=objective)
 
 
-# From texts to texts. The splits of a row are those of T5: of its data set, or slices of them.
+# From texts to texts. The splits of a row are T5's: of its data set, or slices of them.
 
 
 # GLUE and SuperGLUE. Inputs are 'PREFIX FIELD: text FIELD: text', targets the name of a class.
@@ -103,7 +103,7 @@ def glue_tasks() -> list[Task]:
             [metrics.pearson_corrcoef, metrics.spearman_corrcoef],
             postprocessors.string_to_float,
         ),
-        # Its splits for evaluation are those of the two tasks below.
+        # The two tasks below have its splits for evaluation.
         glue('mnli', PREMISE, NLI, splits=ONLY_TRAIN),
         glue('mnli_matched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
         glue('mnli_mismatched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
@@ -320,7 +320,7 @@ def multi_task(left_out: Iterable[str] = ()) -> dict[str, Rate]:
 
 
 def leave_one_out(name: str, left_out: Iterable[str]) -> Mixture:
-    """Return the mixture of all tasks but those of a benchmark."""
+    """Return the mixture of all tasks except a benchmark's."""
     return Mixture(f'leave_one_out_{name}', multi_task(left_out))
 
 

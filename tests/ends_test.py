@@ -385,7 +385,7 @@ def test_modes_answer_a_run(run_of, tmp_path):
     workdir, config = run_of
     [hello] = [case['transformers'] for case in TEXTS if case['text'] == 'Hello world']
     t5 = infer.load(workdir)
-    assert t5.ends == t5.vocabulary.ends == ((EOS, TURN), ((BOS,), ()), BOS)
+    assert t5.ends == t5.vocabulary.ends == Ends((EOS, TURN), ((BOS,), ()), BOS)
     np.testing.assert_array_equal(t5.encode(['Hello world'])[0], t5.encode([hello])[0])
     job = infer_mode.Job(infer_mode.Request(str(workdir), text='Hello world'), None, {})
     assert job.text_ids.tolist() == hello

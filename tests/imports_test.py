@@ -45,16 +45,16 @@ CORE = {
     'main': 77,
     'train': 235,
     'loop': 300,
-    'model': 865,
+    'model': 866,
     'family': 90,
     'kernels': 260,
     'loss': 160,
     'optimizer': 226,
     'partition': 198,
     'prepare': 347,
-    'data': 466,
+    'data': 467,
     'stream': 458,
-    'vocabulary': 224,
+    'vocabulary': 231,
     'validation': 271,
     'checkpoint': 536,
     'decode': 425,
@@ -171,7 +171,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8100), ('model', 7, 2050, 2050)],
+    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8250), ('model', 7, 2050, 2050)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

@@ -46,6 +46,9 @@ def modules(family):
 """
 OURS = json.dumps({'data_fingerprint': 'x', 'model': {}, 'train': {'steps': 1}})
 HUGGING_FACE = json.dumps({'model_type': 't5', 'd_model': 8})
+CHRONOS = (
+    '{"model_type": "t5", "architectures": ["NAME"], "chronos_config": {"input_patch_size": 16}}'
+)
 # {name in the folder: content}; a name that ends with / is a folder, and '-> x' a link to x.
 FILES = {
     'text.txt': LINES,
@@ -78,6 +81,8 @@ FILES = {
     'hf_torch/pytorch_model.bin': 'x',
     'bert/config.json': '{"model_type": "bert"}',
     'bert/model.safetensors': 'x',
+    'chronos_bolt/config.json': CHRONOS.replace('NAME', 'ChronosBoltModelForForecasting'),
+    'chronos_2/config.json': CHRONOS.replace('NAME', 'Chronos2Model'),
     'mesh_tf/model.ckpt-5.index': 'x',
     't5x/checkpoint': 'x',
     'metrics/metrics.jsonl': '{"mine": 1}\n',
@@ -301,6 +306,8 @@ ROWS = [
     (f'{CONVERT} --from=json', 'json'),
     (f'{CONVERT} --from=hf_torch', 'model.safetensors'),
     (f'{CONVERT} --from=bert', 'bert'),
+    (f'{CONVERT} --from=chronos_bolt', 'architectures=ChronosBoltModelForForecasting'),
+    ('--mode=infer --checkpoint=chronos_2 --text=a', 'architectures=Chronos2Model'),
     *[(f'--mode=convert --from={GOLDEN} --to={name}', name) for name in (
         'text.txt', 'text.txt/x', 'gs://bucket/x', 'sub', '/proc/x', f'new/{"x" * 300}', str(GOLDEN),
     )],

@@ -536,7 +536,7 @@ def test_flax_arrays(name, is_wide_gate):
         name: options[name] for name in found if 'num' in name or 'dim' in name
     }
     assert (found['attention_cap'], found['window']) == (50.0, 4096)
-    assert found['query_pre_attn_scalar'] == 0
+    assert found['query_pre_attn_scalar'] == config.head_dim
     assert arrays.keys() == model.shapes(config).keys()
     for path, x in arrays.items():
         np.testing.assert_array_equal(x, expected.arrays[path])
@@ -666,6 +666,35 @@ def test_adapters(module):
     batch = random_batch(0)
     expected = infer.T5(*merged, make_mesh(1, 1)).logits(batch)
     assert_close(infer.T5(config, params, make_mesh(1, 8)).logits(batch), expected, 1e-5)
+
+
+@pytest.mark.parametrize('name', ['t5gemma', 't5gemma2'])
+def test_adapters_of_peft(name, tmp_path):
+    """A folder of peft equals a folder of transformers into which it is merged."""
+    folder = copied(name, tmp_path)
+    rng = np.random.default_rng(0)
+    adapters = {}
+    merged = safetensors.numpy.load_file(folder / 'model.safetensors')
+    for array, x in merged.items():
+        module = array.removesuffix('.weight')
+        if module.endswith(('layers.1.self_attn.q_proj', 'layers.0.mlp.down_proj')):
+            a = rng.normal(size=(2, x.shape[1])).astype(np.float32)
+            b = rng.normal(size=(x.shape[0], 2)).astype(np.float32)
+            adapters[f'base_model.model.{module}.lora_A.weight'] = a
+            adapters[f'base_model.model.{module}.lora_B.weight'] = b
+            merged[array] = x + 8 / 2 * b @ a
+    peft = tmp_path / 'peft'
+    peft.mkdir()
+    safetensors.numpy.save_file(adapters, peft / 'adapter_model.safetensors')
+    settings = {'peft_type': 'LORA', 'r': 2, 'lora_alpha': 8}
+    settings['base_model_name_or_path'] = str(GOLDEN / name / 'hf')
+    (peft / 'adapter_config.json').write_text(json.dumps(settings))
+    safetensors.numpy.save_file(merged, folder / 'model.safetensors')
+    assert len(adapters) == 8  # of two kernels in each stack
+    batch = batch_of(arrays_of(name), 'batch')
+    found = infer.load(peft).logits(batch)
+    assert np.abs(found - load(name).logits(batch)).max() > 0.1
+    assert_near(found, infer.load(folder).logits(batch), LOGITS)
 
 
 @pytest.mark.parametrize('module', SIZES)

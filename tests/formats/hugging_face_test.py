@@ -2,7 +2,8 @@
 
 golden/hf_t5_1_1: a random T5 1.1 that transformers 4.57.6 saved, and its logits in float32 on a CPU.
 golden/hf_encoder.npz: what its encoders compute with `random_arrays` and `encoder_batch`, written by
-PYTHONPATH=tests:. python -c 'import hugging_face_test; hugging_face_test.write_encoder_golden()'.
+PYTHONPATH=tests:tests/formats:. python -c 'import hugging_face_test; hugging_face_test.write_encoder_golden()'.
+golden/hf_48_buckets.npz: logits of transformers 5.24 with 48 buckets, written in the same way by `write_buckets_golden`.
 Tolerances are max|a-b| <= tol * max|b|, 1e-4 for logits: float32 sums in another order.
 With transformers and torch installed, the tests at the end compare with what these compute themselves.
 """
@@ -44,6 +45,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'hf_t5_1_1'
 LOGITS_TOLERANCE = 1e-4
 ENCODER_GOLDEN = GOLDEN.parent / 'hf_encoder.npz'
 ENCODER_TOLERANCE = 1e-5
+BUCKETS_GOLDEN = GOLDEN.parent / 'hf_48_buckets.npz'
 T5_1_0 = SIZES | {'mlp_activations': ('relu',), 'logits_via_embedding': True}
 CONFIGS = {
     't5_1_0': model.T5Config(**T5_1_0),
@@ -54,6 +56,9 @@ CONFIGS = {
     'bigscience': model.T5Config(**SIZES | {'logits_via_embedding': True}),
 }
 
+# Of tFINE, and a distance that rows of `LONG` reach.
+BUCKETS = {'relative_attention_num_buckets': 48, 'relative_attention_max_distance': 40}
+LONG = {'rows': 2, 'inputs': 61, 'targets': 53}
 # Options with which transformers computes the same.
 FAMILIES = {
     'long_t5': {'encoder_attention': 'transient_global', 'local_radius': 3, 'tokens_per_block': 2},
@@ -178,6 +183,32 @@ def test_there_and_back(tmp_path, name, shard_bytes, dtype):
             assert {x for x, f in index['weight_map'].items() if f == file.name} == shard.keys()
     else:
         assert [file.name for file in files] == ['model.safetensors']
+
+
+def test_buckets_of_relative_positions(tmp_path):
+    """They come from config.json, whose array must have as many, and are written back."""
+    config = model.T5Config(**T5_1_0 | BUCKETS)
+    folder = tmp_path / 'tfine'
+    write_hugging_face.write(folder, config, random_arrays(config))
+    t5 = infer.load(folder)
+    assert t5.config == config
+    batch = token_batch(config.vocab_size, **LONG)
+    weights = batch['decoder_target_tokens'] > 0
+    expected = np.load(BUCKETS_GOLDEN)['logits']
+    assert_close(np.asarray(t5.logits(batch))[weights], expected[weights], 1e-5)
+    shapes = model.shapes(config)
+    assert formats.open.config_from_shapes(folder, shapes).relative_attention_num_buckets == 48
+    for name, value, said in BAD_BUCKETS:
+        edit_json(folder / 'config.json', **BUCKETS | {name: value})
+        assert_refused(lambda: load(folder), said)
+
+
+BAD_BUCKETS = [
+    ('relative_attention_num_buckets', None, 'relpos_bias/rel_embedding is (2, 48), not (2, 32)'),
+    ('relative_attention_num_buckets', 3, 'relative_attention_num_buckets=3'),
+    ('relative_attention_num_buckets', '48', "relative_attention_num_buckets='48'"),
+    ('relative_attention_max_distance', 24, 'relative_attention_max_distance=24'),
+]
 
 
 def test_a_config_without_what_old_folders_lack(tmp_path):
@@ -522,6 +553,36 @@ def test_special_ids_that_differ(tmp_path, name):
     assert_refused(functools.partial(find_vocabulary, tmp_path / 'madlad', name), 'eos_token_id=2')
 
 
+CODET5 = GOLDEN.parent / 'codet5_tokenizer'
+
+
+def test_a_checkpoint_whose_texts_begin_with_an_id(tmp_path):
+    """CodeT5's <s>: before inputs, targets, prompts and allowed answers, and in no text."""
+    [row, *_] = json.loads((CODET5 / 'texts.json').read_text())
+    config = dataclasses.replace(CONFIGS['t5_1_1'], vocab_size=408)
+    arrays = random_arrays(config)
+    write_hugging_face.write(tmp_path / 'codet5', config, arrays)
+    shutil.copytree(CODET5, tmp_path / 'codet5', dirs_exist_ok=True)
+    edit_json(tmp_path / 'codet5/config.json', eos_token_id=2)
+    t5 = infer.load(tmp_path / 'codet5')
+    text, ids = row['text'], row['ids']
+    encoded, _ = t5.encode([text])
+    np.testing.assert_array_equal(encoded, t5.encode([ids])[0])
+    scores = t5.score([text], [text])
+    np.testing.assert_array_equal(scores, t5.score([ids], [ids]))
+    found = t5.generate([text], allowed=[text], return_scores=True)
+    assert (found.texts, found.tokens) == ([text], [ids[:-1]])
+    assert_close(found.scores, scores, 1e-4)
+    prompted = t5.generate([text], allowed=[text], return_scores=True, prompts=['def'])
+    assert prompted.tokens == found.tokens
+    # Written, it has the same ids.
+    write_hugging_face.write(tmp_path / 'written', config, arrays, t5.vocabulary)
+    again = infer.load(tmp_path / 'written')
+    assert again.ends == t5.ends and again.vocabulary.encode([text]) == [ids[1:-1]]
+    job = infer_mode.Job(infer_mode.Request(str(tmp_path / 'codet5'), text=text), None, {})
+    assert job.text_ids.tolist() == ids
+
+
 # Against transformers itself: `pip install -e '.[peers]'` runs these.
 THEIR_SIZES = {theirs: SIZES[ours] for theirs, ours in hugging_face.SIZES.items()}
 
@@ -547,7 +608,9 @@ def logits_of(transformers, module, config, batch):
 def test_transformers_computes_what_we_do(name, transformers, tmp_path):
     folder = tmp_path / 'hf'
     if name in FAMILIES:
-        config = own_model.as_family(CONFIGS['t5_1_0'], name, FAMILIES[name])
+        buckets = {'relative_attention_num_buckets': 8, 'relative_attention_max_distance': 6}
+        config = dataclasses.replace(CONFIGS['t5_1_0'], **buckets)
+        config = own_model.as_family(config, name, FAMILIES[name])
         arrays = random_arrays(config)
         write_hugging_face.write(folder, config, arrays)
     else:
@@ -687,3 +750,16 @@ def test_parameters_that_transformers_lacks_are_named(tmp_path):
     with pytest.raises(Refused, match='encoder/gate/kernel: .*--format=t5x'):
         write_hugging_face.write_peft(tmp_path / 'to', CONFIGS['t5_1_1'], kernels, None, 'base')
     assert list(tmp_path.iterdir()) == []
+
+
+def write_buckets_golden():
+    import tempfile
+
+    import transformers
+
+    config = model.T5Config(**T5_1_0 | BUCKETS)
+    with tempfile.TemporaryDirectory() as folder:
+        write_hugging_face.write(f'{folder}/hf', config, random_arrays(config))
+        module = transformers.T5ForConditionalGeneration.from_pretrained(f'{folder}/hf')
+    logits = their_logits(module, token_batch(config.vocab_size, **LONG))
+    np.savez_compressed(BUCKETS_GOLDEN, logits=logits)

@@ -124,7 +124,7 @@ def variable_shapes():
         block = f'{stack}/block_000'
         shapes[f'{stack}/final_layer_norm/scale'] = (emb_dim,)
         bias = f'{block}/layer_000/SelfAttention/relative_attention_bias'
-        shapes[bias] = (SMALLEST.num_heads, model.RelativePositionBias.num_buckets)
+        shapes[bias] = (SMALLEST.num_heads, SMALLEST.relative_attention_num_buckets)
         for i, kind in enumerate(attentions):
             shapes[f'{block}/layer_{i:03d}/rms_norm/scale'] = (emb_dim,)
             for letter in 'qkvo':

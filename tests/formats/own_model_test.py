@@ -203,12 +203,13 @@ import dataclasses
 import model
 
 
-class RelativePositionBias(model.RelativePositionBias):
-    num_buckets = 16
+def relpos_bias(config, **names):
+    config = dataclasses.replace(config, relative_attention_num_buckets=16)
+    return model.RelativePositionBias(config, **names)
 
 
 def modules(family):
-    parts = dataclasses.replace(family.parts, relpos_bias=RelativePositionBias)
+    parts = dataclasses.replace(family.parts, relpos_bias=relpos_bias)
     return dataclasses.replace(family, parts=parts)
 """
 

@@ -1,11 +1,18 @@
-"""A tokenizer.json gives transformers' ids: those of the library tokenizers, as T5Tokenizer of transformers 5 uses it."""
+"""A tokenizer.json gives transformers' ids: those of the library tokenizers, as T5Tokenizer of transformers 5 uses it.
+
+golden/codet5_tokenizer: a byte-level BPE in CodeT5's files, and what transformers 5.24 makes of texts, written by
+PYTHONPATH=tests:tests/formats:. python -c 'import tokenizer_json_test; tokenizer_json_test.write_codet5_golden()'.
+"""
 
 import io
 import json
+import pathlib
 import pickle
 import random
+import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 import sentencepiece
 from corpora import HUNT, make_config, oracle
@@ -13,9 +20,10 @@ from sentencepiece import sentencepiece_model_pb2
 from small_models import assert_refused
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
+from transformers_folders import edit_json
 
 from data import TextToText
-from formats.tokenizer_json import TOKEN_FLAGS
+from formats.tokenizer_json import ROBERTA_TOKENS, TOKEN_FLAGS
 from formats.vocabulary import (
     add_tokens,
     files_of,
@@ -89,7 +97,7 @@ def codet5():
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=400,
-        special_tokens=['<pad>', '<s>', '</s>', '<unk>'],
+        special_tokens=['<pad>', '<s>', '</s>', '<unk>', '<mask>'],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -99,6 +107,45 @@ def codet5():
 
 # A tokenizer, and its ids of EOS and unknown.
 FORMS = {'t5': (t5, 1, 2), 'codet5': (codet5, 2, 3)}
+
+
+CODET5 = pathlib.Path(__file__).parents[1] / 'golden/codet5_tokenizer'
+CODE = [
+    'def f(self, x):\n    return x+1',
+    'a <extra_id_0> b<extra_id_1>c',
+    '  <mask>  y<mask> ',
+    '',
+]
+CODE += ['naïve “ß”\t日本語 👍', "it's 12,345 ▁x"]
+
+
+def write_codet5(folder):
+    """Write the files that Salesforce/codet5-base has."""
+    codet5().model.save(str(folder))
+    size = len(json.loads((folder / 'vocab.json').read_text()))
+    ids = {f'<extra_id_{7 - i}>': size + i for i in range(8)}
+    (folder / 'added_tokens.json').write_text(json.dumps(ids))
+    flags = dict.fromkeys(('single_word', 'lstrip', 'rstrip'), False)
+    flags |= {'normalized': True, '__type': 'AddedToken'}
+    settings = {'tokenizer_class': 'RobertaTokenizer', 'add_prefix_space': False}
+    for key, name in ROBERTA_TOKENS.items():
+        settings[key] = flags | {'content': name, 'lstrip': key == 'mask_token'}
+    settings['additional_special_tokens'] = [flags | {'content': name} for name in ids]
+    (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
+
+
+def write_codet5_golden():
+    import transformers
+
+    CODET5.mkdir(exist_ok=True)
+    write_codet5(CODET5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(CODET5)
+    rows = []
+    for text in CODE:
+        ids = tokenizer(text).input_ids
+        rows.append({'text': text, 'ids': ids, 'decoded': tokenizer.decode(ids[1:-1])})
+    content = json.dumps(rows, indent=1, ensure_ascii=False)
+    (CODET5 / 'texts.json').write_text(content + '\n')
 
 
 @pytest.fixture(scope='module')
@@ -133,6 +180,45 @@ def test_ids_are_those_of_the_library(folders, form):
         [ids] = found.encode([f'b{found.pieces[i]}b'])
         assert len(ids) > 4 and not {0, found.eos_id} & {*ids}
         assert ids.count(found.unk_id) < 2  # the slash
+
+
+def test_ids_of_codet5(tmp_path):
+    """With <s> before each text, also in the folder that convert writes and in a run's own file."""
+    found = find_vocabulary(CODET5)
+    for name, content in files_of(found).items():
+        (tmp_path / name).write_bytes(content)
+    kept = of_model(found.model, extra_ids=100)
+    for vocabulary in (found, find_vocabulary(tmp_path), kept):
+        assert (vocabulary.eos_id, vocabulary.unk_id, vocabulary.num_sentinels) == (2, 3, 8)
+        begin, end = vocabulary.ends.inputs
+        assert vocabulary.ends.targets == (begin, end)
+        for row in json.loads((CODET5 / 'texts.json').read_text()):
+            [ids] = vocabulary.encode([row['text']])
+            assert [*begin, *ids, *end] == row['ids']
+            assert vocabulary.decode([*row['ids'], 5]) == row['decoded']
+    objective = TextToText(make_config(), found)
+    record = {'inputs': np.array([7, 8]), 'targets': np.array([9])}
+    [example] = objective.examples(['a'], [record])
+    assert (example.inputs.tolist(), example.targets.tolist()) == ([1, 7, 8, 2], [1, 9, 2])
+
+
+@pytest.mark.parametrize(
+    'changes, said',
+    [
+        ({'tokenizer_class': 'GPT2Tokenizer'}, 'tokenizer_class=GPT2Tokenizer'),
+        ({'eos_token': 'none'}, "lacks 'none'"),
+        ({'merges.txt': None}, 'merges.txt'),
+        ({'merges.txt': 'x'}, 'vocab.json'),
+    ],
+)
+def test_vocabularies_of_bpe_that_are_refused(tmp_path, changes, said):
+    shutil.copytree(CODET5, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / 'tokenizer_config.json', **changes)
+    if 'merges.txt' in changes:
+        (tmp_path / 'merges.txt').unlink()
+    if changes.get('merges.txt'):
+        (tmp_path / 'merges.txt').write_text(changes['merges.txt'])
+    assert_refused(partial(find_vocabulary, tmp_path), said)
 
 
 def test_ids_of_gemma():
@@ -304,10 +390,37 @@ def test_folders_that_transformers_saves(rule, byte_fallback, tmp_path):
 
 
 @pytest.mark.peers
-def test_bpe_of_transformers(folders):
+def test_bpe_of_transformers(folders, tmp_path):
+    """As tokenizer.json, in CodeT5's files, in those of transformers 4, and in the folder that convert writes."""
     transformers = pytest.importorskip('transformers')
     file = folders / 'codet5/tokenizer.json'
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     texts = odd_texts(2000)
     expected = theirs(texts, add_special_tokens=False).input_ids
     assert find_vocabulary(folders / 'codet5').encode(texts) == expected
+    for form in ('codet5', '4', 'prefix'):
+        folder = tmp_path / form
+        folder.mkdir()
+        write_codet5(folder)
+        settings = {'add_prefix_space': form == 'prefix'}
+        if form == '4':
+            ids = json.loads((folder / 'added_tokens.json').read_text())
+            (folder / 'added_tokens.json').unlink()
+            names = dict.fromkeys(ROBERTA_TOKENS.values())
+            vocab = json.loads((folder / 'vocab.json').read_text())
+            ids = {name: vocab[name] for name in names} | ids
+            tokens = {}
+            for name, i in ids.items():
+                flags = {'lstrip': name == '<mask>', 'special': True}
+                tokens[i] = TOKEN_FLAGS | {'content': name, **flags}
+            settings |= ROBERTA_TOKENS | {'added_tokens_decoder': tokens}
+        edit_json(folder / 'tokenizer_config.json', **settings)
+        found = find_vocabulary(folder)
+        expected = transformers.AutoTokenizer.from_pretrained(folder)(texts).input_ids
+        begin, end = found.ends.inputs
+        assert [[*begin, *ids, *end] for ids in found.encode(texts)] == expected
+        written = tmp_path / f'{form}_written'
+        written.mkdir()
+        for name, content in files_of(found).items():
+            (written / name).write_bytes(content)
+        assert transformers.AutoTokenizer.from_pretrained(written)(texts).input_ids == expected

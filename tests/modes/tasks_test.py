@@ -105,6 +105,19 @@ def test_examples_of_a_task(run, tmp_path, vocabulary):
     assert done.stdout.count(f'  ids of the targets: {ids}') == (2 if vocabulary else 0)
 
 
+def test_ids_as_the_model_reads_them(run, tmp_path):
+    """T5Gemma's inputs begin with bos, id 2, and do not end with EOS, id 1."""
+    (tmp_path / 'cola.jsonl').write_text(json.dumps(COLA))
+    vocabulary = ROOT / 'tests/golden/t5gemma_tokenizer/tokenizer.model'
+    flags = ['--examples=1', f'--vocabulary={vocabulary}', '--config.model.module=t5gemma']
+    flags += [f'--config.data.files={tmp_path}/cola.jsonl', '--config.data.extra_ids=0']
+    done = run('glue_cola_v002', *flags, '--config.data.sentinels=<unused{}>')
+    assert (done.status, done.stderr) == (0, '')
+    [inputs] = [line for line in done.stdout.splitlines() if 'ids of the inputs' in line]
+    ids = json.loads(inputs.partition(': ')[2])
+    assert ids[0] == 2 and ids[-1] != 1
+
+
 def test_examples_of_documents_and_of_a_user(run, tmp_path):
     (tmp_path / 'text.txt').write_text('one line of text\nanother line\n')
     (tmp_path / 'mine.py').write_text(

@@ -23,6 +23,7 @@ from formats import write_hugging_face
 from formats.vocabulary import named_vocabulary
 from modes.convert import convert_checkpoint
 from modes.of_checkpoint import with_commits
+from paths import source_path
 
 GOLDEN = ROOT / 'tests/golden/hf_t5_1_1'
 DEAD = 'http://127.0.0.1:9'
@@ -66,6 +67,16 @@ def test_processes_with_one_cache(command_line, hub, folder, tmp_path):
             assert (tmp_path / name / file).read_bytes() == (folder / file).read_bytes()
     assert hub.num_fetched('model.safetensors') == 2  # the second asked for the rest
     assert hub.num_fetched('pytorch_model.bin') == 0
+
+
+def test_files_that_are_read(home, hub):
+    read = ['config.json', 'spiece.model', 'vocab.json', 'merges.txt', 'modules.json']
+    read += ['1_Pooling/config.json', '2_Dense/model.safetensors', 'model.safetensors']
+    others = ['README.md', 'model.fp16.safetensors', 'onnx/model.onnx', 'flax_model.msgpack']
+    hub.add('org/tiny', dict.fromkeys([*read, *others], b'x'))
+    folder = source_path('hf://org/tiny')
+    files = {str(file.relative_to(folder)) for file in folder.rglob('*') if file.is_file()}
+    assert files == set(read)
 
 
 def test_revisions(home, hub, folder):
