@@ -62,8 +62,8 @@ def load(
     """Open a checkpoint as a model. Reads its parameters alone, or their average if a run keeps one.
 
     `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
-    or a Hugging Face folder, also of peft's adapters; on a disk or in a bucket. An encoder alone may be a single
-    safetensors file.
+    or a Hugging Face folder, also of peft's adapters; on a disk, in a bucket, or hf://ORG/NAME[@REVISION]. An encoder
+    alone may be a single safetensors file.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
     `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one; by default the checkpoint's or its run's.
     `config`: the sizes; by default the checkpoint's own config, else its shapes.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, Union
 
 from messages import Refused
-from run import buckets
+from run import buckets, hub
 from run.buckets import FileStatus
 
 if TYPE_CHECKING:
@@ -43,6 +43,15 @@ def to_path(name: str | os.PathLike | AnyPath) -> AnyPath:
     if is_in_bucket(str(name)):
         return buckets.to_path(str(name))
     return disk_path(name)
+
+
+def source_path(name: str | os.PathLike | AnyPath, has_weights: bool = True) -> AnyPath:
+    """Return `to_path(name)`; for a model on the hub its folder in the cache, with its weights if `has_weights`."""
+    if hub.is_name(str(name)):
+        from run import hub_client  # late: the client is large
+
+        return hub_client.to_folder(str(name), has_weights)
+    return to_path(name)
 
 
 def disk_path(name: str | os.PathLike) -> Path:
@@ -92,6 +101,10 @@ def open_file(
     A read from a bucket fetches `read_ahead` bytes more than asked, and reading forward fetches each byte once.
     `num_bytes`, if the size is known, saves a request. Raises ReadError. Refuses a pointer of git-lfs.
     """
+    if hub.is_name(name):
+        from run import hub_client
+
+        name = hub_client.local_file(name)
     if is_in_bucket(name):
         return buckets.open_file(name, read_ahead, num_bytes)
     stream = open(name, 'rb')

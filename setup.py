@@ -18,6 +18,7 @@ setup(
         'dm-haiku>=0.0.17',
         'filelock>=3.4',  # JAX needs it for a compilation cache with a size limit
         'google-crc32c>=1.5',
+        'huggingface_hub>=1.33',  # keeps the listings of commits
         'jax>=0.10',
         'ml-collections>=1.0',
         'ml-dtypes>=0.5',

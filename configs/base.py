@@ -130,7 +130,8 @@ def settings() -> ConfigDict:
     # Files for training: globs, separated by commas. Each line is a record: a JSON object in files
     # named .json, .jsonl or .ndjson, a row in .parquet and in .csv and .tsv, whose first row names
     # the columns, and plain text in others. All but Parquet may be gzipped (.gz). Files may be in
-    # buckets (gs://, s3://). '' reads the English of this Python's own documentation (pydoc).
+    # buckets (gs://, s3://) or on the hub (hf://datasets/ORG/NAME/**/*.parquet). '' reads the English
+    # of this Python's own documentation (pydoc).
     config.data.files = ''
     # Files for validation, in the same form. '' holds out validation_fraction of data.files.
     config.data.validation_files = ''
@@ -189,8 +190,8 @@ def settings() -> ConfigDict:
     config.data.on_bad_line = Setting('stop', choices=('stop', 'skip'))
     # Largest fraction of the lines that may be skipped.
     config.data.max_bad_fraction = Setting(0.01, FRACTION)
-    # A SentencePiece model, a folder that holds one (a run or a checkpoint), or bytes. '' trains a
-    # model.
+    # A SentencePiece model, a folder that holds one (a run or a checkpoint), hf://ORG/NAME, or bytes.
+    # '' trains a model.
     config.data.vocabulary = ''
     # Pieces of a trained vocabulary, without the sentinels.
     config.data.num_pieces = Setting(32000, Range(1, 1_000_000))
@@ -394,7 +395,7 @@ def settings() -> ConfigDict:
     # The checkpoint that a new run starts from. A run that resumes restores its own newest
     # checkpoint.
     config.restore = ConfigDict()
-    # Any checkpoint that infer.load opens. '' for initial parameters.
+    # Any checkpoint that infer.load opens, such as hf://google/flan-t5-small. '' for initial parameters.
     config.restore.path = ''
     # Regular expression of the paths to restore. 'target/.*' restores the parameters alone and
     # starts at step 0.

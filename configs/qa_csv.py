@@ -1,6 +1,6 @@
 """Answers to questions on texts, from a CSV of your own: `--config=configs/qa_csv.py:MODEL:SIZE`.
 
-    python main.py --config=configs/qa_csv.py:flan_t5:base --config.restore.path=CHECKPOINT \
+    python main.py --config=configs/qa_csv.py:flan_t5:base --config.restore.path=hf://google/flan-t5-base \
       --config.data.files=train.csv --config.data.validation_files=dev.csv --workdir=runs/qa
     python main.py --mode=infer --checkpoint=runs/qa --input=questions.csv
 
@@ -12,7 +12,7 @@ Data: columns question, context and answer, which is empty where the context has
 Other names: --config.data.inputs='{q} {text}' --config.data.targets='{a}'. JSON Lines, TSV and Parquet
 do as well. Without validation_files a tenth of the rows is held out. A thousand rows or fewer need
 more epochs: --config.train.epochs=20.
-Checkpoints: a Hugging Face folder, T5X or Mesh-TF. T5 and Flan-T5 were trained on SQuAD 1.1.
+Checkpoints: a name on the Hugging Face hub, a folder, T5X or Mesh-TF. T5 and Flan-T5 were trained on SQuAD 1.1.
 T5X: t5x/configs/runs/finetune.gin with batches of 16 packed rows, about 45 questions of SQuAD.
 Hardware and time: SQuAD 2.0 has 130,319 questions, 9,000 steps and 5e16 FLOPs with T5 base: minutes
 on a GPU that sustains 100 TFLOP/s. `tiny` and 20 epochs of 200 rows: a minute or two on two CPU cores.

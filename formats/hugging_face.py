@@ -21,16 +21,18 @@ import safetensors.numpy
 import model
 import paths
 from answers.options import OPTIONS
-from formats import gemma, own_model
+from formats import flax, gemma, own_model
 from formats.names import NAMES, inverse, names_of, translate
 from messages import Refused, first_ten, named
 
 WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
-OTHER_FILES = ('.bin', '.pt', '.pth', '.msgpack', '.h5', '.gguf')  # weights that are not read
+FLAX_WEIGHTS = 'flax_model*.msgpack'  # read in a folder without safetensors
+OTHER_FILES = ('.bin', '.pt', '.pth', '.h5', '.gguf')  # weights that are not read
+OF_FOLDER = ('.json', '.model', '.safetensors', '.msgpack')  # read together with other files
 SAVE_AGAIN = (
     'if you trust it, write safetensors from it: load it with transformers (gguf_file=NAME of GGUF; version 4 with '
-    'from_flax=True, from_tf=True) or torch.load(FILE, weights_only=True)'
+    'from_tf=True) or torch.load(FILE, weights_only=True)'
 )
 ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
@@ -194,13 +196,17 @@ class SafetensorsEntry(NamedTuple):
     stored_dtype: str  # safetensors' name
     transposed: bool = False
     experts: tuple['SafetensorsEntry', ...] = ()  # the matrices of [experts, ...]
+    array: np.ndarray | None = None  # Flax's, which is read already
 
     def read(self) -> np.ndarray:
         """Return the array in its `dtype`, with its shape in our tree."""
         if self.experts:
             return np.stack([expert.read() for expert in self.experts])
-        with safetensors.safe_open(self.file, framework='numpy') as file:
-            x = file.get_tensor(self.name)
+        if self.array is not None:
+            x = self.array
+        else:
+            with safetensors.safe_open(self.file, framework='numpy') as file:
+                x = file.get_tensor(self.name)
         if self.transposed:
             return transpose(x)
         return x
@@ -253,7 +259,7 @@ def is_single_file(file: paths.AnyPath) -> bool:
 def check_file(file: paths.AnyPath, is_adapter: bool) -> None:
     """Raise Refused if `file` is one of a folder, or has weights that are not read."""
     remedy = SAVE_AGAIN if file.suffix in OTHER_FILES else ''
-    is_of_folder = file.suffix in ('.json', '.model', '.safetensors') and is_folder(file.parent)
+    is_of_folder = file.suffix in OF_FOLDER and is_folder(file.parent)
     if is_adapter or (is_of_folder and not is_single_file(file)):
         remedy = f'name its folder, {file.parent}'
     if remedy:
@@ -498,6 +504,12 @@ def _read_entries(files: Sequence[Path]) -> dict[str, SafetensorsEntry]:
 def read_header(file: Path) -> dict[str, SafetensorsEntry]:
     """Return the arrays that the header of a file names, of any dtype: see `check_array`."""
     entries = {}
+    if file.suffix == '.msgpack':
+        stored_names = {str(dtype): name for name, dtype in DTYPES.items()}
+        for name, x in flax.read_file(file).items():
+            stored = stored_names.get(str(x.dtype), str(x.dtype))
+            entries[name] = SafetensorsEntry(file, name, x.shape, x.dtype, stored, array=x)
+        return entries
     try:
         with safetensors.safe_open(file, framework='numpy') as arrays:
             for name in arrays.keys():
@@ -527,6 +539,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if paths.is_file(folder / WEIGHTS_INDEX):
         weight_map = paths.read_json(folder / WEIGHTS_INDEX)['weight_map']
         return [paths.own_file(folder / name) for name in sorted({*weight_map.values()})]
+    of_flax = sorted(folder.glob(FLAX_WEIGHTS))
+    if of_flax:
+        return [paths.own_file(file) for file in of_flax]
     raise Refused(
         f'{folder} has no {WEIGHTS}: copy it, or rename a variant of it; other files are not read: {SAVE_AGAIN}'
     )

@@ -18,10 +18,11 @@ from configs import base
 from configs.check import flatten, read_stored
 from families import lora
 from formats import best, gemma, hugging_face, mesh_tf, own_model, peft, t5x
-from formats.vocabulary import folders_of
+from formats.vocabulary import base_of, folders_of
 from messages import Refused, first_ten, named
 from model import T5Config
 from randomness import digest
+from run import hub
 
 # Uses of a checkpoint: a model that decodes, its encoder alone, or whatever it holds.
 PARTS = ('whole', 'encoder', '')
@@ -153,7 +154,7 @@ def open_checkpoint(
 
 def checkpoint_folder(path: str | paths.AnyPath, step: str = '') -> paths.AnyPath:
     """Return the checkpoint of a workdir, the folder of T5X's index file, or `path`."""
-    directory = paths.to_path(path)
+    directory = paths.source_path(path)
     steps = checkpoint.steps(directory)
     if steps or step:
         [chosen, *others] = choose_steps(directory, step, steps)
@@ -168,14 +169,19 @@ def checkpoint_folder(path: str | paths.AnyPath, step: str = '') -> paths.AnyPat
 def identity(directory: paths.AnyPath) -> str:
     """Return a hash that changes if another model is written to `directory`, or to the base of its adapters.
 
-    It is of the manifest of a checkpoint of ours, else of the names, sizes and times of the model's files.
+    It is of the manifest of a checkpoint of ours, of the commit of a model on the hub, else of the names, sizes and
+    times of the model's files.
     """
     facts: list[object] = []
     files = []
-    if paths.is_file(directory / checkpoint.MANIFEST):
+    if hub.is_name(hub.name_of(directory)):
+        facts.append(hub.name_of(directory))
+    elif paths.is_file(directory / checkpoint.MANIFEST):
         facts.append((directory / checkpoint.MANIFEST).read_bytes())
     elif directory.is_dir():
         files = [file for file in paths.list_folder(directory) if MODEL_FILE.fullmatch(file.name)]
+        if not any(file.suffix == '.safetensors' for file in files):
+            files += directory.glob(hugging_face.FLAX_WEIGHTS)
         files += directory.glob('target.*/*')
         if paths.is_file(directory / 'modules.json'):  # of sentence-transformers
             files += directory.glob('[0-9]_*/*')
@@ -192,7 +198,7 @@ def identity(directory: paths.AnyPath) -> str:
                 facts.append(file.stat().st_mtime_ns)
     base = flatten(read_stored(directory)).get('base/directory')
     if peft.is_folder(directory):
-        base = peft.read_settings(directory)['base_model_name_or_path']
+        base = base_of(directory)
     if base:
         facts.append(identity(checkpoint_folder(str(base))))
     return digest(facts)
@@ -342,7 +348,7 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
             fingerprint.update(f'{path} {tuple(leaf.shape)}'.encode())
         if re.fullmatch(FINGERPRINTED, path):
             fingerprint.update(np.asarray(checkpoint.read_leaf(leaf), np.float32).tobytes())
-    return {'directory': str(base.directory), 'fingerprint': fingerprint.hexdigest()}
+    return {'directory': hub.name_of(base.directory), 'fingerprint': fingerprint.hexdigest()}
 
 
 def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpoint | None:
@@ -383,9 +389,9 @@ def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoin
 def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
     """Return the model of peft's adapters and the base that they name: parameters alone."""
     settings = peft.read_settings(folder)
-    name = str(settings.get('base_model_name_or_path'))
+    name = settings.get('base_model_name_or_path')
     try:
-        directory = paths.to_path(name)
+        directory = paths.source_path(base_of(folder))
         if peft.is_folder(directory):
             raise Refused('it holds adapters itself')
         base = open_model(directory, part='')

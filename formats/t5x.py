@@ -21,8 +21,9 @@ import paths
 import state_names
 from checkpoint import Leaf
 from messages import Refused, first_ten
+from run import hub
 
-FORMATS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix or a Hugging Face folder'
+FORMATS = 'a workdir, a checkpoint_STEP folder, a Mesh-TensorFlow prefix, a Hugging Face folder or hf://ORG/NAME'
 FAULT_BYTES = 2**16  # room for the faults that a process sends to the others
 
 
@@ -48,9 +49,10 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
                 raise Refused(f'{folder} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
     if not paths.is_file(directory) and not paths.is_file(directory / checkpoint.INDEX):
-        names = sorted(file.name for file in paths.list_folder(directory))
+        held = sorted(file.name for file in paths.list_folder(directory))
+        names = hub.suggestion(directory) or FORMATS
         raise Refused(
-            f'{directory} has no checkpoint (it holds {first_ten(names) or "nothing"}): name {FORMATS}'
+            f'{directory} has no checkpoint (it holds {first_ten(held) or "nothing"}): name {names}'
         )
     index = unstack(checkpoint.read_index(directory))
     averages = average_paths(index)

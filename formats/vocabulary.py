@@ -17,6 +17,7 @@ from formats import tokenizer_json
 from formats.tokenizer_json import BOS, T5_TOKENIZER, TokenizerVocabulary
 from messages import Refused, first_ten, named
 from paths import AnyPath
+from run import hub
 from vocabulary import (
     DEFAULT_EXTRA_IDS,
     EOS_ID,
@@ -74,12 +75,23 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
         return ByteVocabulary(stored['extra_ids'])
     file = model_file(folder)
     if file is None and paths.is_file(folder / ADAPTER_CONFIG):
-        base = paths.read_json(folder / ADAPTER_CONFIG).get('base_model_name_or_path')
-        return own_vocabulary(paths.to_path(str(base)), extra_ids)
+        base = paths.source_path(base_of(folder), has_weights=False)
+        return own_vocabulary(base, extra_ids)
     if file is None:
         return None
     remedy = 'copy it again, or remove it and name data.vocabulary'
     return read_model(paths.own_file(file), stored['extra_ids'], remedy)
+
+
+def base_of(folder: AnyPath) -> str:
+    """Return the base that peft's adapters name: a path or, if that does not exist, a name on the hub."""
+    settings = paths.read_json(folder / ADAPTER_CONFIG)
+    name = str(settings.get('base_model_name_or_path'))
+    url = f'{hub.SCHEME}{name}'
+    if hub.MODEL.fullmatch(url) is None or paths.to_path(name).exists():
+        return name
+    revision = settings.get('revision')
+    return f'{url}@{revision}' if revision else url
 
 
 def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocabulary:
@@ -87,7 +99,7 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
     if name == 'bytes':
         return ByteVocabulary(extra_ids)
     with named(f'{setting}={str(name)!r}'):
-        path = paths.to_path(name)
+        path = paths.source_path(name, has_weights=False)
         if stored_data(path)['vocabulary'] == 'bytes':
             return ByteVocabulary(extra_ids)
         file = path if paths.is_file(path) else None
@@ -95,7 +107,8 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
             file = model_file(path)
         if file is None:
             names = ', '.join(VOCABULARY_NAMES)
-            raise Refused(f"no such file, and no folder that has {names}: name one, or 'bytes'")
+            remedy = hub.suggestion(path) or "one, or 'bytes'"
+            raise Refused(f'no such file, and no folder that has {names}: name {remedy}')
         found = read_model(paths.own_file(file), extra_ids, remedy='name another vocabulary')
         check_tokens(file.parent, found)
         return found

@@ -16,6 +16,7 @@ from formats import gemma, hugging_face, own_model, peft
 from formats.names import translate
 from formats.vocabulary import ADAPTER_CONFIG, files_of
 from messages import Refused, first_ten
+from run import hub
 from vocabulary import EOS_ID, PAD_ID, Vocabulary
 
 
@@ -195,6 +196,9 @@ def write_peft(
         'inference_mode': True,
         'task_type': 'SEQ_2_SEQ_LM',
     }
+    if hub.is_name(base):
+        repository, revision, _ = hub.parse(base)
+        settings |= {'base_model_name_or_path': repository, 'revision': revision}
     arrays = {}
     if prompt is not None:
         arrays[peft.PROMPT_NAME] = np.asarray(checkpoint.read_leaf(prompt))

@@ -61,7 +61,7 @@ flags.DEFINE_string('profile', '', 'FIRST:LAST, such as 10:13: write a trace of 
 flags.DEFINE_string('from', None, 'The checkpoint to convert: T5X, Mesh-TF or Hugging Face.')
 flags.DEFINE_string('to', None, 'The folder to write it to.')
 flags.DEFINE_string('shard', '1/1', 'i/n does part i of n, for n machines with the same command.')
-flags.DEFINE_string('checkpoint', None, 'The model: any checkpoint or run that infer.load opens.')
+flags.DEFINE_string('checkpoint', None, 'The model: any checkpoint or run that infer.load opens, such as hf://google/flan-t5-small.')
 flags.DEFINE_string('output_dir', '', 'The folder of the results; else standard output, or the first run.')
 flags.DEFINE_string('input', '', 'A text, JSON Lines, CSV, TSV or Parquet file, - for standard input; else data.task, or a prompt.')
 flags.DEFINE_string('text', None, 'One text: its answer is printed.')

@@ -44,7 +44,7 @@ def convert_checkpoint(
         raise Refused('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
     target = paths.disk_path(target)
     paths.check_new(target)
-    source_path = paths.to_path(source)
+    source_path = paths.source_path(source)
     if source_path.resolve() in (target.resolve(), *target.resolve().parents):
         raise Refused(f'{target} is or lies in {source_path}: name a folder elsewhere')
     opened = formats.open.open_model(source_path, step=step)
@@ -93,7 +93,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
             '--format=t5x, or --format=hf'
         )
     write_hugging_face.write_peft(target, config, kernels, prompt, base)
-    if not hugging_face.is_folder(paths.to_path(base)):
+    if not hugging_face.is_folder(paths.source_path(base)):
         logging.warning(
             '%s is not a folder of transformers: for peft write it as one with --mode=convert --from=%s --to=FOLDER '
             '--format=hf, and base_model_name_or_path=FOLDER in %s',

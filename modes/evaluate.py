@@ -57,7 +57,7 @@ def prepare(
     """Return an evaluation with `config`, or with `changes` of the settings of the run."""
     if not checkpoint:
         raise Refused('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
-    config, model_config = settings_and_model(paths.to_path(checkpoint), config, changes)
+    config, model_config = settings_and_model(paths.source_path(checkpoint), config, changes)
     return CheckpointEvaluation(config, checkpoint, output_dir, step, split, watch, model_config)
 
 
@@ -231,7 +231,7 @@ def choose(path: str, step: str, watch: bool) -> tuple[AnyPath, list[tuple[AnyPa
 
     For a checkpoint outside a run the first is the folder that it lies in.
     """
-    folder = paths.to_path(path)
+    folder = paths.source_path(path)
     steps = checkpoint.steps(folder)
     is_run = bool(steps)
     if watch and not (folder / 'checkpoint').exists():

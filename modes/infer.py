@@ -51,7 +51,7 @@ from messages import Refused, first_ten
 from modes import command_line, infer_input, process
 from modes.of_checkpoint import check_rows, settings_and_model, vocabulary_of_checkpoint
 from randomness import digest
-from run import checks, results
+from run import checks, hub, results
 from run.agreement import check_alike, from_first_process
 from run.examples import PRETOKENIZED, RecordExample, check_split, read_split
 from run.lock import lock
@@ -517,7 +517,7 @@ def settings_as_json(job: Job) -> dict:
         decode_settings['module'] = digest([file.read_bytes()])
     directory = job.opened.directory
     settings = {
-        'checkpoint': {'path': str(directory), 'files': formats.open.identity(directory)},
+        'checkpoint': {'path': hub.name_of(directory), 'files': formats.open.identity(directory)},
         'vocabulary': job.vocabulary.hash,
         'model': own_model.as_settings(model_config) | files,
         'restore': {'dtype': job.config.restore.dtype},

@@ -18,8 +18,10 @@ from formats.vocabulary import (
     names_of,
     own_vocabulary,
 )
-from messages import Refused
+from messages import Refused, named
 from model import T5Config
+from run import hub
+from sources.open import FILE_SETTINGS, split_names
 from vocabulary import Vocabulary
 
 # Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
@@ -41,6 +43,31 @@ ONLY_STRICT = (
 )
 OF_VOCABULARY = ('vocab_size', 'logits_via_embedding')
 RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # kept when a run's checkpoint is used
+
+
+def with_commits(config: ConfigDict, workdir: str) -> ConfigDict:
+    """Return `config` with the commit of each name on the hub: the one that the run in `workdir` has recorded, if any."""
+    keys = ['restore.path', 'data.vocabulary']
+    keys += [f'data.{setting}' for setting in FILE_SETTINGS.values()]
+    values = dict(check.leaves(config))
+    recorded = check.flatten(check.read_stored(paths.to_path(workdir)))
+    changes = {}
+    for key in keys:
+        names = split_names(values[key])
+        if not any(map(hub.is_name, names)):
+            continue
+        from run import hub_client  # late: the client is large
+
+        changes[key] = str(recorded.get(key.replace('.', '/'), ''))
+        if hub.without_commits(changes[key]) != values[key]:
+            with named(key):
+                pinned = [
+                    hub_client.with_commit(x, has_weights=key == 'restore.path') for x in names
+                ]
+            changes[key] = ','.join(pinned)
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(changes)
+    return config
 
 
 def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:

@@ -18,7 +18,7 @@ import train
 from configs.setting import INT32_MAX
 from messages import Refused
 from modes import command_line, process
-from modes.of_checkpoint import with_restored_sizes
+from modes.of_checkpoint import with_commits, with_restored_sizes
 from prepare import prepare
 from run.console import Console
 
@@ -32,6 +32,7 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
         name = config_flags.get_config_filename(flags['config'])
         workdir = os.path.join('runs', pathlib.Path(name).stem)
     steps = parse(flags.profile, workdir)
+    config = with_commits(config, workdir)
     config, line = with_restored_sizes(config, command_line.changes(), workdir)
     if line:
         Console().line(line)

@@ -28,7 +28,7 @@ from formats.vocabulary import (
 from loss import parse_normalizing_factor
 from messages import Refused, first_ten
 from model import T5Config
-from run import checks, results, verify
+from run import checks, hub, results, verify
 from run.console import End
 from vocabulary import ByteVocabulary, Vocabulary
 
@@ -88,7 +88,9 @@ def find_start(
     if opened is not None:
         leaves = only_parameters(opened.leaves) | leaves
         # open_base has compared its fingerprint.
-        base = settings.read_stored(directory)['base'] | {'directory': str(opened.directory)}
+        base = settings.read_stored(directory)['base'] | {
+            'directory': hub.name_of(opened.directory)
+        }
     return Start(
         step=step,
         directory=directory,
@@ -154,7 +156,7 @@ def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) 
         leaves=leaves,
         base=base,
         vocabulary_model=vocabulary.model,
-        description=f'From step {step:,} of {directory}, {slots} optimizer state{note}{note_of_state}',
+        description=f'From step {step:,} of {hub.name_of(directory)}, {slots} optimizer state{note}{note_of_state}',
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import paths
 from messages import Refused, first_ten
-from run import buckets
+from run import buckets, hub
 
 # A longer line of plain text is a bad one: a text without newlines would be one document.
 MAX_LINE_BYTES = 1 << 20
@@ -77,7 +77,11 @@ def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> st
 def matching_files(name: str) -> dict[str, paths.FileStatus]:
     """Return the files of a path or a glob: absolute paths, or URLs."""
     files = {}
-    if paths.is_in_bucket(name):
+    if hub.is_name(name):
+        from run import hub_client  # late: the client is large
+
+        files = hub_client.matching_files(name)
+    elif paths.is_in_bucket(name):
         files = buckets.matching_files(name)
     else:
         path = paths.disk_path(name)

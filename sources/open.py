@@ -14,6 +14,7 @@ from absl import logging
 import paths
 from messages import Refused, named
 from randomness import digest
+from run import hub
 from sources import NO_SPLIT, BadLines, Part, Source, cache, cmudict, pydoc, tfds
 from sources.deal import RecordsInMemory
 from sources.files import (
@@ -317,9 +318,14 @@ def split_names(patterns: str) -> list[str]:
 
 
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
-    """Raise Refused for files of another kind or without the fields that the settings name."""
+    """Raise Refused for files of another kind or without the fields that the settings name.
+
+    Of gzipped files on the hub only the first is fetched and checked, the others when a lane opens them.
+    """
+    later = [file for file in files if hub.is_name(file.path) and is_gzipped(file.path)][1:]
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        list(threads.map(functools.partial(check_file, parser), files))
+        checked = [file for file in files if file not in later]
+        list(threads.map(functools.partial(check_file, parser), checked))
 
 
 def check_file(parser: LineParser, file: FileRecord) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import paths
 import sources.files
 from messages import Refused
+from run import hub
 from sources import Record, deal
 from sources.deal import Blocks
 from sources.files import FileRecord, count_newlines
@@ -34,7 +35,8 @@ class PlainFiles(Blocks):
         self.sizes = {file.path: file.num_bytes for file in files}
         num_bytes = sum(self.sizes.values())
         self.block_bytes = min(max(num_bytes // deal.MIN_BLOCKS, 1), deal.MAX_BLOCK_BYTES)
-        self.reads_buckets = any(map(paths.is_in_bucket, self.names))
+        # Opening a source has fetched its files from the hub: they are on a disk.
+        self.reads_buckets = any(paths.is_in_bucket(x) and not hub.is_name(x) for x in self.names)
         self.contents: dict[str, bytes] = {}
         if self.reads_buckets and self.block_bytes < deal.MAX_BLOCK_BYTES:
             with concurrent.futures.ThreadPoolExecutor(sources.files.NUM_THREADS) as threads:
@@ -80,8 +82,8 @@ class PlainFiles(Blocks):
             return None
         total = 0
         for name in self.names:
-            total += count_newlines(name, os.path.getsize(name))
-            with open(name, 'rb') as file:
+            total += count_newlines(name, self.sizes[name])
+            with paths.open_file(name) as file:
                 file.seek(-1, os.SEEK_END)
                 total += file.read() != b'\n'
             total -= self.parse.kind_of(name) in ('csv', 'tsv')  # the header

@@ -11,6 +11,7 @@ import tempfile
 from importlib.metadata import version
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ['HF_ENDPOINT'] = 'http://127.0.0.1:9'  # no test asks the real hub
 os.environ['XLA_FLAGS'] = ' '.join(
     [
         # Compiling takes most of the time of the tests: this makes it three times as fast.
@@ -43,6 +44,7 @@ import pytest  # noqa: E402
 import questions  # noqa: E402
 import runs  # noqa: E402
 from bucket_store import scheme, store  # noqa: E402, F401
+from hub_server import home, hub  # noqa: E402, F401
 
 import sources.open  # noqa: E402
 import sources.pydoc  # noqa: E402

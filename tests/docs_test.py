@@ -84,7 +84,6 @@ def commands_of(block) -> list[str]:
 
 def write_hub(folder):
     """Write a few rows of data sets as they are on the Hugging Face hub."""
-    translations = (HUNT / 'hf_translation.jsonl').read_text().splitlines()
     multirc = []
     for i in range(40):
         fields = {
@@ -96,7 +95,6 @@ def write_hub(folder):
         multirc.append(fields | {'idx': idx, 'label': 1 - i % 2})
     for name, rows in {
         'squad/plain_text': pyarrow.parquet.read_table(HUNT / 'squad.parquet').to_pylist(),
-        'wmt16/ro-en': list(map(json.loads, translations)),
         'super_glue/multirc': multirc,
     }.items():
         (folder / name).mkdir(parents=True)

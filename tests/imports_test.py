@@ -22,7 +22,8 @@ PACKAGES = (
 # From the bottom to the top: a module imports from rows above its own row, or from its own package.
 LAYERS = (
     {'kernels', 'randomness', 'messages'},
-    {'run.buckets', 'configs.setting'},
+    {'run.buckets', 'run.hub', 'configs.setting'},
+    {'run.hub_client'},
     {'paths', 'answers.options'},
     {'partition', 'user_code', 'configs'},
     {'loss', 'family'},
@@ -59,7 +60,7 @@ CORE = {
     'decode': 425,
     'infer': 419,
     'messages': 50,
-    'paths': 235,
+    'paths': 248,
     'randomness': 60,
     'state_names': 103,
     'user_code': 60,
@@ -170,7 +171,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7760, 7800), ('infer', 20, 4510, 7800), ('model', 7, 2050, 2050)],
+    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8250), ('model', 7, 2050, 2050)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""
