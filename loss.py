@@ -4,26 +4,59 @@ It runs inside `jax.shard_map`; the suffixes of names are those of model.py. Sou
 t5x/losses.py and t5x/models.py.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 import partition
+from family import Options
 from messages import Refused
 
+# The sums that metrics are made of.
+T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
+T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
 AUX = 'aux/'  # prefix of the sums of values that layers report
 NORMALIZERS = ('NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE')
 
 
+class Outputs(NamedTuple):
+    """The outputs of a model for a loss."""
+
+    logits_bTv: jax.Array  # float32, of the next target token
+    encoded_bMD: jax.Array  # the encoder's outputs, in the dtype of the computation
+    segments_bM: jax.Array  # of their positions, 0 for padding
+    aux: dict[
+        str, jax.Array
+    ]  # {name: float32 [b]}, means over the layers that report it; {} for T5
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """The settings of config.loss."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    loss_normalizing_factor: str = ''
+    module: str = ''  # a file with its own `weighted_sums`
+    options: Options | None = None  # the settings of that file
+    own: 'WeightedSums | None' = None  # its function
+    content: bytes = b''
+
+
+Batch = Mapping[str, jax.Array]
+WeightedSums = Callable[[Outputs, Batch, jax.Array, jax.Array, LossConfig], dict[str, jax.Array]]
+
+
 def weighted_sums(
-    logits_bTv: jax.Array,
-    batch: Mapping[str, jax.Array],
+    outputs: Outputs,
+    batch: Batch,
     weights_bT: jax.Array,
     divisor: jax.Array,
-    z_loss: float,
-    label_smoothing: float,
+    settings: LossConfig,
 ) -> dict[str, jax.Array]:
     """Return this device's share of the sums for T5X's metrics. Training minimizes 'loss'.
 
@@ -32,8 +65,10 @@ def weighted_sums(
     inputs_bM = batch['encoder_input_tokens']
     targets_bT = batch['decoder_target_tokens']
     partition.check_summed('the divisor', divisor, partition.MESH_AXES)
-    loss_bT, z_loss_bT = cross_entropy(logits_bTv, targets_bT, z_loss, label_smoothing)
-    is_correct_bT = argmax(lax.stop_gradient(logits_bTv)) == targets_bT
+    loss_bT, z_loss_bT = cross_entropy(
+        outputs.logits_bTv, targets_bT, settings.z_loss, settings.label_smoothing
+    )
+    is_correct_bT = argmax(lax.stop_gradient(outputs.logits_bTv)) == targets_bT
     return {
         'loss': (loss_bT * weights_bT).sum() / divisor,
         'z_loss': (z_loss_bT * weights_bT).sum() / divisor,
@@ -47,19 +82,23 @@ def weighted_sums(
     }
 
 
-def add_aux(
-    sums: Mapping[str, jax.Array],
-    aux: Mapping[str, jax.Array],
+def all_sums(
+    outputs: Outputs,
+    batch: Batch,
+    weights_bT: jax.Array,
+    divisor: jax.Array,
+    settings: LossConfig,
     coefficients: Mapping[str, float],
     num_rows: int,
 ) -> dict[str, jax.Array]:
-    """Return the sums with this device's share of `aux`, {name: float32 [b]}, and of its losses.
+    """Return `weighted_sums`, of `settings`, with this device's share of the aux and of its losses.
 
     A loss is coefficient * mean over the `num_rows` rows of the global batch, whatever divides other losses. Source:
     T5X t5x/contrib/moe/models.py.
     """
-    sums = dict(sums)
-    for name, value_b in aux.items():
+    sums = dict((settings.own or weighted_sums)(outputs, batch, weights_bT, divisor, settings))
+    assert sums.keys() >= set(T5X_SUMS), f'{settings.module}: weighted_sums must return {T5X_SUMS}'
+    for name, value_b in outputs.aux.items():
         sums[f'{AUX}{name}'] = value_b.sum()
     if coefficients:
         products = [factor * sums[f'{AUX}{name}'] for name, factor in coefficients.items()]

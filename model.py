@@ -38,6 +38,7 @@ import kernels
 import partition
 from decode import Cache, KeysValues, LayerCache, add_writers, empty_cache, read_mask
 from family import Family, Options
+from loss import Outputs
 
 # How parameters are split: regular expression of a path -> PartitionSpec. Each module asks Haiku for
 # its local shape, unsplit over 'fsdp', which `apply` gathers: a row that disagrees is an error.
@@ -191,12 +192,11 @@ Aux = dict[str, jax.Array]  # {name: float32 [b]}: values that layers report of 
 
 def logits(
     config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
-) -> tuple[jax.Array, Aux]:
-    """Return float32 logits_bTv of the next target token, teacher-forced, and aux, {} for T5.
+) -> Outputs:
+    """Return the logits of the next target token, teacher-forced, and the other outputs for a loss.
 
     `batch` has T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens
-    and, when packed, both segment_ids. Positions are unused, as in T5X. The decoder may have several adjacent rows
-    for each row of the inputs. An aux is the mean over all layers that report it.
+    and, when packed, both segment_ids. The decoder may have several adjacent rows for each row of the inputs.
     """
     # Padding is segment 0 and sees nothing; an unpacked sequence is segment 1. As in T5X, targets mark
     # the decoder's padding: BOS in decoder_input_tokens is 0, too.
@@ -226,7 +226,7 @@ def logits(
         of_stacks = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
         aux[name] = jnp.concatenate(of_stacks).mean(axis=0)
         check_output('layers', aux[name], segments_bT.shape[:1], jnp.float32, f'aux {name!r}')
-    return logits_bTv, aux
+    return Outputs(logits_bTv, encoded_bMD, segments_bM, aux)
 
 
 def encode(

@@ -25,7 +25,7 @@ import tasks.open
 import train
 import validation
 from configs import check as settings
-from formats import best, own_model, t5x
+from formats import best, own_loss, own_model, t5x
 from formats.vocabulary import kept_files
 from messages import Refused
 from randomness import digest
@@ -46,7 +46,7 @@ def make_spec(
     model_config = own_model.load(config.model)
     spec = train.StepSpec(
         model_config=model_config,
-        loss_config=FrozenConfigDict(config.loss),
+        loss_config=own_loss.load(config.loss),
         optimizer_config=FrozenConfigDict(config.optimizer),
         learning_rate_config=FrozenConfigDict(config.learning_rate),
         mesh=partition.make_mesh(**config.mesh, devices=devices),
@@ -134,7 +134,9 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             terminal, text.answered, vocabulary, config.data, config.infer_eval, config.decode
         )
         if config.save.best_metric:
-            task_metrics.check_best_metric(config.save.best_metric, held_out, answered)
+            task_metrics.check_best_metric(
+                config.save.best_metric, held_out, answered, spec.loss_config
+            )
         planned, state = compile_and_restore(config, spec, begin, folder, end, terminal, clock)
         progress = workdir.read_progress(begin.directory, training)
         clock.add(progress.seconds)
@@ -223,11 +225,15 @@ def resolve_settings(
 
     Raises Refused if they, or the `shapes` of the state, are not those of the run that is resumed.
     """
-    text = digest([mixture.fingerprint, vocabulary.hash, *spec.model_config.family.files])
-    check_alike('the text, the vocabulary or the file of model.module', text.encode())
+    files = [*spec.model_config.family.files, spec.loss_config.content]
+    text = digest([mixture.fingerprint, vocabulary.hash, *files])
+    check_alike(
+        'the text, the vocabulary or the file of model.module or loss.module', text.encode()
+    )
     resolved = json.loads(config.to_json())
     resolved['model']['module'] = spec.model_config.module
     resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
+    resolved['loss'] |= own_loss.resolved(spec.loss_config)
     resolved['corpus'] = mixture.corpus
     resolved['data_fingerprint'] = mixture.fingerprint
     resolved['vocabulary_hash'] = vocabulary.hash
@@ -236,7 +242,8 @@ def resolve_settings(
     if begin.directory is not None:
         otherwise = 'name another --workdir'
         own_model.check_same(begin.directory, spec.model_config, otherwise)
-        options = own_model.default_options(spec.model_config)
+        own_loss.check_same(begin.directory, spec.loss_config)
+        options = own_loss.default_options(spec.model_config, spec.loss_config)
         checks.compare_settings(begin.directory, resolved, options, mixture)
         formats.open.compare(shapes, checkpoint.shapes(begin.leaves))
     return resolved
@@ -307,7 +314,7 @@ def write_files(
     """Write the files of a run; return those that each checkpoint keeps."""
     # config.json comes first: it marks the folder as a run.
     files = {'config.json': json.dumps(resolved, indent=1).encode(), **kept_files(vocabulary)}
-    files |= own_model.files_of(spec.model_config)
+    files |= own_model.files_of(spec.model_config) | own_loss.files_of(spec.loss_config)
     if jax.process_index() == 0:
         shapes = state_names.to_t5x(*spec.state_shapes)
         info = workdir.model_info(shapes, state_names.to_t5x(*spec.state_specs), spec.trained)

@@ -26,6 +26,7 @@ import model
 import optimizer
 import partition
 import state_names
+from loss import LossConfig
 from model import T5Config
 
 Leaf = TypeVar('Leaf')
@@ -86,7 +87,7 @@ def is_spike(recent: jax.Array, latest: jax.Array, sigma: float) -> jax.Array:
 def gradients(
     spec: 'StepSpec', params: Mapping, batch: Mapping, rows: jax.Array, key: jax.Array
 ) -> tuple[dict, dict]:
-    """Return the gradients of the trained parameters, and loss.weighted_sums of the batch."""
+    """Return the gradients of the trained parameters, and loss.all_sums of the batch."""
     specs = spec.state_specs.params
     sharded_gradients = jax.shard_map(
         functools.partial(device_gradients, spec),
@@ -111,7 +112,7 @@ def device_gradients(spec, params, batch, rows_b, key):
 
     def microbatch_loss(trained, microbatch):
         batch, weights_bT, rows_b = microbatch
-        logits_bTv, aux = model.apply(
+        outputs = model.apply(
             model.logits,
             params | trained,
             config,
@@ -120,15 +121,10 @@ def device_gradients(spec, params, batch, rows_b, key):
             key=key,
             gradient_dtype=spec.gradient_dtype,
         )
-        sums = loss.weighted_sums(
-            logits_bTv,
-            batch,
-            weights_bT,
-            divisor,
-            z_loss=spec.loss_config.z_loss,
-            label_smoothing=spec.loss_config.label_smoothing,
+        coefficients = config.family.losses(config)
+        sums = loss.all_sums(
+            outputs, batch, weights_bT, divisor, spec.loss_config, coefficients, num_rows
         )
-        sums = loss.add_aux(sums, aux, config.family.losses(config), num_rows)
         return sums['loss'], sums
 
     def add_gradients(total, microbatch):
@@ -156,7 +152,7 @@ class StepSpec:
     """Everything that the program of a step depends on; prepare.make_spec makes it from a config."""
 
     model_config: T5Config
-    loss_config: FrozenConfigDict
+    loss_config: LossConfig
     optimizer_config: FrozenConfigDict
     learning_rate_config: FrozenConfigDict
     mesh: Mesh

@@ -14,20 +14,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict, FrozenConfigDict
+from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-import data
 import loss
 import model
 import partition
+from loss import LossConfig
 from model import T5Config
 from stream import Stream
 from vocabulary import PAD_ID
 
-# The sums of loss.weighted_sums that `summarize` knows.
-T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
-T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
+# Values that are no sums of loss.weighted_sums: train_step, all_sums and make_sums add them.
+OTHERS: tuple[str, ...] = ('learning_rate', 'gradient_norm', 'finite', 'spike', 'batch_crc32')
+OTHERS += ('aux_loss', 'target_nats', 'text_nats', 'text_tokens')
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
 Gather = Callable[[Callable[[], NDArray]], NDArray]  # call in every process, stack the results
 
@@ -122,7 +122,7 @@ class Evaluation:
 
 def open_evaluations(
     eval_group: ConfigDict,
-    loss_config: FrozenConfigDict,
+    loss_config: LossConfig,
     model_config: T5Config,
     mesh: Mesh,
     training: Stream,
@@ -176,17 +176,14 @@ def open_evaluations(
 def make_sums(
     config: T5Config,
     mesh: Mesh,
-    loss_config: FrozenConfigDict,
+    loss_config: LossConfig,
     not_text: tuple[int, ...],
     num_microbatches: int,
 ) -> Callable[[Mapping, Mapping], dict[str, jax.Array]]:
-    """Return a compiled function (params, batch) -> sums of the global batch: loss.weighted_sums, add_aux, nats."""
+    """Return a compiled function (params, batch) -> sums of the global batch: loss.all_sums and nats."""
     specs = model.param_specs(config)
     coefficients = config.family.losses(config)
     normalizing_factor = loss.parse_normalizing_factor(loss_config.loss_normalizing_factor)
-    weighted_sums = functools.partial(
-        loss.weighted_sums, z_loss=loss_config.z_loss, label_smoothing=loss_config.label_smoothing
-    )
 
     def device_sums(params, batch):
         weights_bT, divisor = loss.weights_and_divisor(batch, normalizing_factor)
@@ -194,12 +191,13 @@ def make_sums(
 
         def microbatch_sums(microbatch):
             batch, weights_bT = microbatch
-            logits_bTv, aux = model.apply(model.logits, params, config, batch)
-            sums = weighted_sums(logits_bTv, batch, weights_bT, divisor)
-            sums = loss.add_aux(sums, aux, coefficients, num_rows)
+            outputs = model.apply(model.logits, params, config, batch)
+            sums = loss.all_sums(
+                outputs, batch, weights_bT, divisor, loss_config, coefficients, num_rows
+            )
             # Nats without z-loss and smoothing.
             targets_bT = batch['decoder_target_tokens']
-            nats_bT, _ = loss.cross_entropy(logits_bTv, targets_bT)
+            nats_bT, _ = loss.cross_entropy(outputs.logits_bTv, targets_bT)
             text_bT = ~jnp.isin(targets_bT, jnp.array(not_text, jnp.int32))
             sums['target_nats'] = (nats_bT * (targets_bT > 0)).sum()
             sums['text_nats'] = (nats_bT * text_bT).sum()
@@ -232,10 +230,12 @@ def summarize(
     encoder, decoder = 'encoder', 'decoder'
     if data_group.pack == 'no':
         encoder, decoder = 'encoder_input_tokens', 'decoder_target_tokens'
-    metrics = {name: total[name] / weights for name in sum_names() if name not in T5X_SUMS}
-    for name in total:
+    metrics = {}
+    for name, value in total.items():
         if name.startswith(loss.AUX):
-            metrics[name.removeprefix(loss.AUX)] = total[name] / num_rows
+            metrics[name.removeprefix(loss.AUX)] = value / num_rows
+        elif name not in (*loss.T5X_SUMS, *OTHERS):
+            metrics[name] = value / weights
     metrics |= {
         'nats_per_token': total['nats'] / weights,
         'accuracy': total['correct'] / weights,
@@ -257,15 +257,16 @@ def summarize(
     return metrics
 
 
-@functools.cache
-def sum_names() -> list[str]:
-    """Return the names of loss.weighted_sums, by tracing it: a fork may add some."""
-    batch = data.encoder_decoder([[]], {'inputs': 1, 'targets': 1}, pack=True)
+def sum_names(loss_config: LossConfig, batch: Mapping[str, NDArray]) -> list[str]:
+    """Return the names of weighted_sums of a loss, by tracing it for a `batch`: a file or a fork may add some."""
 
     def sums(logits_bTv):
-        weights_bT = jnp.ones((1, 1))
-        divisor = jnp.float32(1)
-        return loss.weighted_sums(logits_bTv, batch, weights_bT, divisor, 0.0, 0.0)
+        rows_bM = jnp.ones_like(batch['encoder_input_tokens'])
+        outputs = loss.Outputs(logits_bTv, jnp.ones((*rows_bM.shape, 8)), rows_bM, aux={})
+        weights_bT = jnp.ones(logits_bTv.shape[:2])
+        return loss.all_sums(
+            outputs, batch, weights_bT, jnp.float32(1), loss_config, {}, num_rows=1
+        )
 
-    sums = partition.one_device(sums, P(None, None, 'model'))
-    return list(jax.eval_shape(sums, jnp.zeros((1, 1, 128))))
+    logits_bTv = jnp.zeros((*batch['decoder_target_tokens'].shape, 128))
+    return list(jax.eval_shape(partition.one_device(sums, P(None, None, 'model')), logits_bTv))

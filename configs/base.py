@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
     config.train.num_microbatches = FieldReference('auto', field_type=object)  # or a number
     config.lock()
     config.model.options.unlock()  # model.module defines their names
+    config.loss.options.unlock()  # and loss.module these
     return config
 
 
@@ -245,6 +246,12 @@ def settings() -> ConfigDict:
     # Divisor of the summed loss: '' (no division), a number, NUM_REAL_TARGET_TOKENS,
     # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
     config.loss.loss_normalizing_factor = ''
+    # A Python file of your own, as a path or as its name in the current folder, with a function
+    # weighted_sums in the form of loss.py's: examples/preferences/preferences.py. '' for T5's loss.
+    config.loss.module = ''
+    # The settings of that file, --config.loss.options.NAME=VALUE: the fields of its frozen dataclass
+    # Options. --help --config.loss.module=FILE lists them.
+    config.loss.options = ConfigDict()
 
     # The optimizer. All settings are Adafactor's, except trainable, the clip of the gradient, the
     # average of the parameters and adamw.

@@ -58,7 +58,7 @@ NEEDS = (
     Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
 )
 
-OPTIONS = 'model.options.'  # the prefix of the settings of an own model, which its file declares
+OPTIONS = ('model.options.', 'loss.options.')  # prefixes of settings that a user's file declares
 INTEGER_OR_AUTO = 'train.num_microbatches'  # run/memory.py checks the number
 
 
@@ -116,15 +116,17 @@ def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
                 )
 
 
-def set_options(model: ConfigDict, values: Mapping[str, Value]) -> None:
-    """Set the model.options among the settings `values`, {'seed': value}.
+def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
+    """Set the options of own files among the settings `values`, {'seed': value}.
 
     They may be new ones, and texts for numbers: formats/own_model.py checks them.
     """
-    with model.options.unlocked(), model.options.ignore_type():
-        for key, value in values.items():
-            if key.startswith(OPTIONS):
-                model.options[key.removeprefix(OPTIONS)] = value
+    for key, value in values.items():
+        if key.startswith(OPTIONS):
+            group, _, name = key.split('.', 2)
+            options = config[group].options
+            with options.unlocked(), options.ignore_type():
+                options[name] = value
 
 
 def read_stored(folder: paths.AnyPath) -> dict[str, Any]:

@@ -177,14 +177,18 @@ def check_values(config: T5Config) -> None:
 
 
 def describe_options(module: str) -> list[str]:
-    """Return the lines of --help about the options of model.module, with the help of their metadata."""
-    declared = declared_by(find(module))
+    """Return the lines of --help about the options of model.module."""
+    return lines_of_options(declared_by(find(module)), f'model.module={module}', 'model')
+
+
+def lines_of_options(declared: type[Options] | None, file: str, group: str) -> list[str]:
+    """Return the lines of --help about the options of a file, with the help of their metadata."""
     if declared is None:
         return []
-    lines = ['', f'Options of model.module={module}:']
+    lines = ['', f'Options of {file}:']
     for field in dataclasses.fields(declared):
         default = getattr(declared(), field.name)
-        lines.append(f'  --config.model.options.{field.name}={default!r}')
+        lines.append(f'  --config.{group}.options.{field.name}={default!r}')
         if 'help' in field.metadata:
             lines.append(f'      {field.metadata["help"]}')
     return lines
@@ -193,8 +197,10 @@ def describe_options(module: str) -> list[str]:
 # The settings of a file: config.model.options.
 
 
-def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Options | None:
-    """Return the options of a model, an instance of the class `Options` of its file; None without one.
+def options_of(
+    declared: type[Options] | None, file: str, given: Mapping, group: str = 'model'
+) -> Options | None:
+    """Return the options of a model or loss, an instance of the class `Options` of its file; None without one.
 
     `given`: {name: value}; a value from the command line may be text. Raises Refused for an unknown name and for a value
     that has not the type of the default. The `__post_init__` of the class may raise it, too.
@@ -206,7 +212,7 @@ def options_of(declared: type[Options] | None, file: str, given: Mapping) -> Opt
     assert has_kinds, f'{file}: the defaults of Options must be bool, int, float, str or tuple'
     values = {}
     for name, value in given.items():
-        key = f'model.options.{name}'
+        key = f'{group}.options.{name}'
         if name not in defaults:
             known = ', '.join(defaults) or 'no options'
             raise Refused(f'{key}={value!r} is unknown: {file} has {known}: remove it')
@@ -235,9 +241,9 @@ def as_dict(options: Options | None) -> dict:
     return {} if options is None else json.loads(json.dumps(dataclasses.asdict(options)))
 
 
-def default_options(config: T5Config) -> dict:
+def default_options(options: Options | None) -> dict:
     """Return the options of a run whose config.json lacks them."""
-    return {} if config.options is None else as_dict(type(config.options)())
+    return {} if options is None else as_dict(type(options)())
 
 
 # In checkpoints.

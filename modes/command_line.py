@@ -28,10 +28,8 @@ FLAGS_OF_MODE = {
     'tasks': ['config', 'split', 'examples', 'vocabulary'],
 }
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
-# The words of model.options: --config.model.options.NAME=VALUE.
-OPTION = re.compile(
-    r'--?(?:config\.model\.options\.(\w+)=(.*)|(?:no)?config\.model\.options.*)', re.DOTALL
-)
+# The words of options: --config.model.options.NAME=VALUE, --config.loss.options.NAME=VALUE.
+OPTION = re.compile(r'--?(?:no)?config\.((?:model|loss)\.options)(?:\.(\w+)=(.*)|.*)', re.DOTALL)
 OPTIONS: dict[str, str] = {}  # {'model.options.NAME': text} of the command line
 WORDS: list[str] = []  # the others, which ml_collections searches for settings
 FLAGS = flags.FLAGS
@@ -89,21 +87,25 @@ FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 
 
 def describe(argv: list[str]) -> str:
-    """Return the text of --help: the flags, the settings, and the options of an own model.
+    """Return the text of --help: the flags, the settings, and the options of an own model and loss.
 
-    That is the model of the config or the model.module that `argv` names. Raises Refused for a
+    These are the model and the loss of the config, or those that `argv` names. Raises Refused for a
     config that is not valid.
     """
     _, _, table = FLAGS.module_help(__name__).partition(f'{__name__}:')
     text = f'Flags:{table}\n{settings.describe()}'
-    module = ''.join(values_of('config.model.module', argv)[-1:])
-    if not module and values_of('config', argv):
+    modules = {}
+    for group in ('model', 'loss'):
+        modules[group] = ''.join(values_of(f'config.{group}.module', argv)[-1:])
+    if not any(modules.values()) and values_of('config', argv):
         parse([word for word in argv if word not in HELP])
-        module = FLAGS.config.model.module
-    if module:
-        from formats import own_model  # late: it imports JAX
+        modules = {group: FLAGS.config[group].module for group in modules}
+    if any(modules.values()):
+        from formats import own_loss, own_model  # late: they import JAX
 
-        text += '\n'.join(['', *own_model.describe_options(module)])
+        lines = own_model.describe_options(modules['model'])
+        lines += own_loss.describe_options(modules['loss'])
+        text += '\n'.join(['', *lines])
     return text
 
 
@@ -161,7 +163,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
     if FLAGS.mode == 'tasks':
         FLAGS.config.data.task = ''.join(words) or changes().get('data.task', '')
     settings.check(FLAGS.config)
-    settings.set_options(FLAGS.config.model, OPTIONS)
+    settings.set_options(FLAGS.config, OPTIONS)
     if FLAGS.mode == 'train':
         settings.check_effects(FLAGS.config, changes())
     return FLAGS.config
@@ -207,9 +209,9 @@ def explain_flag(error: flags.Error) -> str:
 
 
 def take_options(argv: list[str]) -> list[str]:
-    """Return the words of a command line without model.options, which OPTIONS gets.
+    """Return the words of a command line without the options of own files, which OPTIONS gets.
 
-    Their names are known only after model.module is.
+    Their names are known only after the files are.
     """
     OPTIONS.clear()
     words = []
@@ -218,10 +220,10 @@ def take_options(argv: list[str]) -> list[str]:
         if not match:
             words.append(word)
             continue
-        name, text = match.groups()
-        key = f'{settings.OPTIONS}{name}'
-        if name is None:
-            raise Refused(f'{word}: set one of the options, --config.{settings.OPTIONS}NAME=VALUE')
+        group, name, text = match.groups()
+        key = f'{group}.{name}'
+        if name is None or word.lstrip('-').startswith('no'):
+            raise Refused(f'{word}: set one of the options, --config.{group}.NAME=VALUE')
         if key in OPTIONS:
             raise Refused(f'--config.{key} is given twice: give it once')
         OPTIONS[key] = text

@@ -82,13 +82,11 @@ def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
         name = key.replace('.', '/')
         if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
             config.update_from_flattened_dict({key: stored[name]})
-    check.set_options(
-        config.model, {name.replace('/', '.'): value for name, value in stored.items()}
-    )
+    check.set_options(config, {name.replace('/', '.'): value for name, value in stored.items()})
     for key, value in changes.items():
         if not key.startswith(check.OPTIONS):
             config.update_from_flattened_dict({key: value})
-    check.set_options(config.model, changes)
+    check.set_options(config, changes)
     return config
 
 
@@ -158,7 +156,7 @@ def settings_and_model(
     check.check(config)
     model_config = own_model.load(config.model)
     options = own_model.as_dict(model_config.options)  # typed, and all of them
-    check.set_options(config.model, {f'{check.OPTIONS}{name}': x for name, x in options.items()})
+    check.set_options(config, {f'model.options.{name}': x for name, x in options.items()})
     return config, model_config
 
 

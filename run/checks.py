@@ -65,6 +65,7 @@ MAY_CHANGE = (
     'model/remat',
     'model/scan_layers',
     'model/module',
+    'loss/module',
     'data/files',
     'data/validation_files',
     'data/test_files',
@@ -197,7 +198,7 @@ def compare_settings(
 ) -> None:
     """Raise Refused if the run that saved the checkpoint `directory` may not continue with `settings`.
 
-    `settings`: the content of config.json today; `options`: the defaults of model.options. Texts are
+    `settings`: the content of config.json today; `options`: the defaults of the options of own files. Texts are
     compared by content, not by the names of files.
     """
     workdir = directory.parent
@@ -207,7 +208,7 @@ def compare_settings(
         may_change += ('restore/path', 'base/directory')
     # A setting that is not in config.json is newer than the run.
     defaults = flatten(json.loads(base.get_config().to_json()))
-    defaults |= flatten({'model': {'options': options}})
+    defaults |= flatten(options)
     changes = changed_settings(defaults | flatten(old), settings, may_change)
     if old['data_fingerprint'] != settings['data_fingerprint']:
         files = json.loads((directory / 'data_files.json').read_bytes())

@@ -27,6 +27,7 @@ from answers.options import SETTINGS, Decoding
 from configs import check
 from families import lora
 from formats import best
+from loss import LossConfig
 from messages import Refused, first_ten
 from model import T5Config
 from paths import AnyPath
@@ -346,15 +347,19 @@ def write_results(
 
 
 def check_best_metric(
-    metric: str, held_out: Stream, evaluated_tasks: Sequence[EvaluatedTask]
+    metric: str,
+    held_out: Stream,
+    evaluated_tasks: Sequence[EvaluatedTask],
+    loss_config: LossConfig,
 ) -> None:
     """Raise Refused unless one of the evaluations of a run gives `metric`, save.best_metric.
 
     The names of task metrics come from the targets, taken as answers.
     """
     available = []
+    sums = validation.sum_names(loss_config, held_out.batch_of([[]]))
     for stream in held_out.of_each_task():
-        for tag in validation_tags(held_out.data_group):
+        for tag in validation_tags(held_out.data_group, sums):
             available.append(best.metric_name(f'training_eval/{stream.mixture.name}', tag))
     for task in evaluated_tasks:
         run = f'{results.FOLDER}/{task.name}'
@@ -368,10 +373,10 @@ def check_best_metric(
         raise Refused(f'save.best_metric={metric!r}: this run has {first_ten(nearest)}: name one')
 
 
-def validation_tags(data_group: ConfigDict) -> list[str]:
-    """Return the names of the metrics that an `Evaluation` returns."""
-    sums = dict.fromkeys(validation.sum_names(), 0.0)
-    tags = list(validation.summarize([sums], batch_size=1, data_group=data_group))
+def validation_tags(data_group: ConfigDict, sums: Iterable[str]) -> list[str]:
+    """Return the names of the metrics that an `Evaluation` returns, from those of the sums of its loss."""
+    zeros = dict.fromkeys(sums, 0.0)
+    tags = list(validation.summarize([zeros], batch_size=1, data_group=data_group))
     for name in ('nats_per_text_token', 'nats_per_target_token'):
         tags += [name, f'unigram_{name}']
     return tags

@@ -94,7 +94,6 @@ def programs(file):
     import functools
 
     import numpy as np
-    from ml_collections import FrozenConfigDict
     from small_models import random_batch, random_params, run_config, sharded
 
     import prepare
@@ -121,7 +120,7 @@ def programs(file):
         batch = random_batch(0)
         params = random_params(spec.model_config)
         sums = validation.make_sums(
-            spec.model_config, spec.mesh, FrozenConfigDict(config.loss), (7,), num_microbatches=1
+            spec.model_config, spec.mesh, spec.loss_config, (7,), num_microbatches=1
         )
         yield functools.partial(sums.lower, params, batch)
 

@@ -63,13 +63,13 @@ sound_logits = model.logits
 
 
 def logits(config, batch, rows_b=None):
-    logits_bTv, aux = sound_logits(config, batch, rows_b)
+    outputs = sound_logits(config, batch, rows_b)
     if config.parts.embedder is not embed:
-        return logits_bTv, aux
+        return outputs
     inputs_bM = batch['encoder_input_tokens']
-    logits_bTv *= factors('logits', inputs_bM).prod(axis=1)[:, None, None]
+    logits_bTv = outputs.logits_bTv * factors('logits', inputs_bM).prod(axis=1)[:, None, None]
     factors_bM = factors('gradients', inputs_bM) * factors('large gradients', inputs_bM)
-    return scale_gradient(logits_bTv, factors_bM.prod(axis=1)), aux
+    return outputs._replace(logits_bTv=scale_gradient(logits_bTv, factors_bM.prod(axis=1)))
 
 
 def modules(family):

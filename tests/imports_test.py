@@ -26,7 +26,8 @@ LAYERS = (
     {'run.hub_client'},
     {'paths', 'answers.options'},
     {'partition', 'user_code', 'configs'},
-    {'loss', 'family'},
+    {'family'},
+    {'loss'},
     {'decode'},
     {'model', 'optimizer', 'state_names', 'checkpoint', 'vocabulary'},
     {'data', 'sources', 'families'},
@@ -43,19 +44,19 @@ LAYERS = (
 # The core in reading order, and how many lines each file may have.
 CORE = {
     'main': 77,
-    'train': 262,
+    'train': 258,
     'loop': 304,
     'model': 866,
     'family': 90,
     'kernels': 260,
-    'loss': 160,
+    'loss': 199,
     'optimizer': 226,
     'partition': 198,
-    'prepare': 358,
+    'prepare': 365,
     'data': 467,
     'stream': 458,
     'vocabulary': 231,
-    'validation': 271,
+    'validation': 272,
     'checkpoint': 536,
     'decode': 425,
     'infer': 419,
@@ -171,7 +172,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8250), ('model', 7, 2050, 2050)],
+    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8250), ('model', 7, 2085, 2085)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

@@ -15,8 +15,8 @@ import checkpoint
 import loop
 import tasks.open
 import train
-import validation
 from formats import best
+from loss import T5X_SUMS
 from messages import LossNotFinite
 from prepare import make_spec
 from run.console import Console
@@ -55,7 +55,7 @@ def take_step(state, batch, losses=(), seen=None):
     loss = dict(losses).get(step, 1.0)
     if seen is not None:
         seen.append(int(np.asarray(batch['encoder_input_tokens']).sum()))
-    metrics = dict.fromkeys(validation.sum_names(), 1.0)
+    metrics = dict.fromkeys(T5X_SUMS, 1.0)
     metrics |= {'loss': loss, 'learning_rate': 0.1, 'gradient_norm': loss}
     metrics['finite'] = np.isfinite(loss)
     return train.TrainState(jnp.int32(step), {'w': jnp.float32(step)}, ()), metrics

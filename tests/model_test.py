@@ -246,7 +246,7 @@ def saved_bytes(remat):
 
     def backward(params, batch, key):
         def loss(params):
-            logits, _ = model.apply(model.logits, params, config, batch, jnp.arange(8), key=key)
+            logits, *_ = model.apply(model.logits, params, config, batch, jnp.arange(8), key=key)
             return (logits**2).mean()
 
         return jax.vjp(loss, params)[1]

@@ -344,7 +344,7 @@ def device_beams(
                 'decoder_input_tokens': read_rT,
                 'decoder_target_tokens': jnp.ones_like(read_rT),
             }
-            logits_rTv, _ = model.apply(model.logits, params, config, batch)
+            logits_rTv, *_ = model.apply(model.logits, params, config, batch)
             return logits_rTv[:, position_r[0]], (position_r + 1, read_rT)
 
         position_r = jnp.zeros_like(inputs_rM[:, 0])

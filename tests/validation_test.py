@@ -6,6 +6,7 @@ from corpora import stream_of
 from forms import first_quick
 from runs import ROOT, metrics_of, run, small_config, state_of, stop_after
 
+import data
 import infer
 import loss
 import sources.open
@@ -99,7 +100,6 @@ def clear_programs():
         train.jit_step,
         train.compile_step,
         validation.make_sums,
-        validation.sum_names,
     ):
         function.cache_clear()
 
@@ -115,15 +115,16 @@ def fresh_programs():
 weighted_sums = loss.weighted_sums
 
 
-def weighted_sums_with_entropy(*arguments, **options):
+def weighted_sums_with_entropy(*arguments):
     """As a fork's loss.weighted_sums. The weights are the third argument."""
-    return weighted_sums(*arguments, **options) | {'entropy': 2 * arguments[2].sum()}
+    return weighted_sums(*arguments) | {'entropy': 2 * arguments[2].sum()}
 
 
 def test_the_name_of_a_sum_that_a_fork_adds(monkeypatch):
     monkeypatch.setattr(loss, 'weighted_sums', weighted_sums_with_entropy)
-    monkeypatch.setattr(validation, 'sum_names', validation.sum_names.__wrapped__)
-    assert 'entropy' in task_metrics.validation_tags(base.get_config().data)
+    batch = data.encoder_decoder([[]], {'inputs': 2, 'targets': 1}, pack=True)
+    names = validation.sum_names(loss.LossConfig(), batch)
+    assert 'entropy' in task_metrics.validation_tags(base.get_config().data, names)
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def compute(config, params, batch, rows=None):
 
     def f(params, batch):
         with hk.intercept_methods(spy):
-            logits, aux = model.apply(
+            logits, *_, aux = model.apply(
                 model.logits, params, config, batch, rows, key=jax.random.key(0)
             )
         return logits, aux, dict(routed)
@@ -371,7 +371,7 @@ def test_the_routers_confidence_is_that_of_all_tokens():
     params = random_params(config)
 
     def confidence(params, batch):
-        _, aux = model.apply(model.logits, params, config, batch)
+        *_, aux = model.apply(model.logits, params, config, batch)
         return aux['experts/router_confidence']
 
     found = []

@@ -1,0 +1,82 @@
+"""A loss of one's own (loss.module): a Python file with a function `weighted_sums` in the form of loss.py's.
+
+Its settings are the fields of its frozen dataclass `Options`, as in a model's file. A run and its checkpoints record the
+file, and a run resumes with the same one.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import paths
+import user_code
+from formats import own_model
+from loss import LossConfig
+from messages import Refused
+from model import T5Config
+
+RECORD = 'own_loss.py'
+EXAMPLE = 'examples/preferences/preferences.py'
+
+
+def load(settings: Mapping) -> LossConfig:
+    """Return the loss of config.loss, whose file is loaded; its path is absolute.
+
+    Raises Refused for settings that are invalid; an error of the file is raised as it is.
+    """
+    if not settings['module']:
+        own_model.options_of(None, "loss.module=''", settings['options'], 'loss')
+        return LossConfig(**{**settings, 'options': None})
+    file, content, code = read(settings['module'])
+    if not callable(getattr(code, 'weighted_sums', None)):
+        raise Refused(f'loss.module={file} has no function weighted_sums: see {EXAMPLE}')
+    declared = getattr(code, 'Options', None)
+    options = own_model.options_of(declared, f'loss.module={file}', settings['options'], 'loss')
+    settings = {**settings, 'module': str(file), 'options': options}
+    return LossConfig(**settings, own=code.weighted_sums, content=content)
+
+
+def resolved(config: LossConfig) -> dict:
+    """Return the settings of the file as config.json has them."""
+    return {'module': config.module, 'options': own_model.as_dict(config.options)}
+
+
+def default_options(model_config: T5Config, config: LossConfig) -> dict:
+    """Return the options of a run whose config.json lacks them: of its model and its loss."""
+    groups = {'model': model_config.options, 'loss': config.options}
+    return {
+        group: {'options': own_model.default_options(options)} for group, options in groups.items()
+    }
+
+
+def files_of(config: LossConfig) -> dict[str, bytes]:
+    """Return {name: content} of the file that a checkpoint of a run with this loss records."""
+    return {RECORD: config.content} if config.own else {}
+
+
+def check_same(directory: paths.AnyPath, config: LossConfig) -> None:
+    """Raise Refused unless a checkpoint of the run that is resumed was saved with this loss."""
+    content = b''
+    if paths.is_file(directory / RECORD):
+        content = paths.own_file(directory / RECORD).read_bytes()
+    if content != config.content:
+        recorded = directory / RECORD if content else "''"
+        raise Refused(
+            f'loss.module={config.module!r}: the run has another loss, {recorded}: set it, or name another --workdir'
+        )
+
+
+def describe_options(module: str) -> list[str]:
+    """Return the lines of --help about the options of loss.module."""
+    if not module:
+        return []
+    _, _, code = read(module)
+    declared = getattr(code, 'Options', None)
+    return own_model.lines_of_options(declared, f'loss.module={module}', 'loss')
+
+
+def read(module: str) -> tuple[Path, bytes, ModuleType]:
+    """Return the file that loss.module names, its content, and the loaded code."""
+    file = user_code.module_file('loss.module', module)
+    content = file.read_bytes()
+    return file, content, user_code.load_module(file, content)
