@@ -24,7 +24,8 @@ MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # a longer document gives one chunk of this length, as in T5
 MIN_LENGTH = 3  # inputs and targets hold a token, a sentinel and EOS
 Pair = tuple[NDArray, NDArray]  # inputs and targets
-Records = Sequence[Mapping[str, NDArray]]  # {feature: ids without EOS, 'weight' if set} of each
+# Of each {feature: ids without EOS, 'weight' if set, 'fields': what the task's function has made of it}.
+Records = Sequence[Mapping]
 
 
 class Example(NamedTuple):
@@ -39,6 +40,7 @@ class Example(NamedTuple):
     names: Sequence[str]  # its records
     is_trimmed: bool = False  # its texts were longer than a row
     weight: float = 1.0  # for the loss of its targets
+    numbers: Mapping[str, float] = {}  # of `Objective.numbers`
 
 
 class Objective(Protocol):
@@ -47,12 +49,13 @@ class Objective(Protocol):
     features: tuple[str, ...]  # names of the texts of a record that it needs
     records_per_group: int  # records that it takes at once
     num_sentinels: int  # sentinels that its spans need, from <extra_id_0> on
+    # A class may also have `numbers`, the names of the numbers of its examples, and `shares_rows = True`.
 
     def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
         """Take config.data. Raise Refused for settings that do not fit the objective."""
 
-    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
-        """Make examples of named records, random by `key`."""
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> Sequence:
+        """Make examples of named records, random by `key`. If they share rows, return a tuple of them for each row."""
 
 
 class TextToText:
@@ -400,8 +403,9 @@ def encoder_decoder(
     lengths: Mapping[str, int],
     pack: bool,
     has_weights: bool = False,
+    numbers: Iterable[str] = (),
 ) -> dict[str, NDArray]:
-    """Return the features of rows of examples under T5X's names: [rows, length], int32; weights float32."""
+    """Return the features of rows of examples under T5X's names: [rows, length], int32; weights and numbers float32."""
     inputs = fill(rows, 'inputs', lengths['inputs'])
     targets = fill(rows, 'targets', lengths['targets'])
     # The decoder reads the targets one position later, after BOS, which is 0 in T5. In a packed row every
@@ -413,9 +417,8 @@ def encoder_decoder(
     is_target = targets.ids != PAD_ID
     loss_weights = is_target.astype(np.int32)
     if has_weights:
-        loss_weights = is_target.astype(np.float32)
-        for row, weights, segment_ids in zip(rows, loss_weights, targets.segment_ids, strict=True):
-            weights *= np.array([0, *[x.weight for x in row]], np.float32)[segment_ids]
+        weights = [[x.weight for x in row] for row in rows]
+        loss_weights = is_target * spread(weights, targets.segment_ids)
     # batch_crc32 hashes the features in this order.
     batch = {
         'encoder_input_tokens': inputs.ids,
@@ -430,13 +433,11 @@ def encoder_decoder(
             'encoder_segment_ids': inputs.segment_ids,
             'encoder_positions': inputs.positions,
         }
+    for name in numbers:
+        values = [[x.numbers.get(name, 0.0) for x in row] for row in rows]  # another task's lack it
+        batch[f'encoder_{name}'] = spread(values, inputs.segment_ids)
+        batch[f'decoder_{name}'] = spread(values, targets.segment_ids)
     return batch
-
-
-def feature_lengths(data_group: ConfigDict) -> dict[str, int]:
-    """Return {feature of a training batch: length} for config.data."""
-    empty = encoder_decoder([], data_group.lengths, PACKINGS[data_group.pack] is not None)
-    return {name: x.shape[1] for name, x in empty.items()}
 
 
 class PackedRows(NamedTuple):
@@ -465,3 +466,11 @@ def fill(rows: Sequence[Sequence[Example]], feature: str, length: int) -> Packed
             positions[begin:end] = count[: len(added)]
             begin = end
     return packed
+
+
+def spread(values: Sequence[Sequence[float]], segment_ids: NDArray) -> NDArray:
+    """Return the values of each row's examples at their positions, float32 [rows, length]; 0 for padding."""
+    numbers = np.zeros(segment_ids.shape, np.float32)
+    for i, row in enumerate(values):
+        numbers[i] = np.array([0, *row], np.float32)[segment_ids[i]]
+    return numbers

@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict, FrozenConfigDict
 
 import checkpoint
-import data
 import formats.open
 import loop
 import partition
 import paths
 import state_names
+import tasks.names
 import tasks.open
 import train
 import validation
@@ -52,8 +52,7 @@ def make_spec(
         mesh=partition.make_mesh(**config.mesh, devices=devices),
         seed=config.seed,
         batch_size=config.train.batch_size,
-        feature_lengths=FrozenConfigDict(data.feature_lengths(config.data)),
-        has_weights=bool(config.data.weight),
+        features=FrozenConfigDict(tasks.names.features(config.data)),
         num_microbatches=num_microbatches,
         gradient_dtype=config.train.gradient_dtype,
         skips_not_finite=config.train.on_not_finite == 'skip',
@@ -63,13 +62,13 @@ def make_spec(
     spec.model_config.family.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
     # Some properties are parsed when first used: do it now.
-    if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and spec.has_weights:
+    if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and config.data.weight:
         raise Refused(
             'data.weight has no effect with loss.loss_normalizing_factor=AVERAGE_PER_SEQUENCE'
         )
     _ = spec.tx  # and its schedule
     checks.check_adapters(spec.model_config)
-    if config.data.pack != 'no' and not model_config.family.may_pack:
+    if 'decoder_segment_ids' in spec.features and not model_config.family.may_pack:
         raise Refused(
             f"data.pack={config.data.pack!r}: model.module={model_config.module!r} needs 'no'"
         )
@@ -265,6 +264,7 @@ def open_streams(
         seed=spec.seed,
         rows=range(rows.min(), rows.max() + 1),
         num_epochs=config.train.epochs or None,
+        **tasks.names.own_features(config.data)._asdict(),
     )
     held_out = dataclasses.replace(
         training, mixture=text.held_out, split='validation', num_epochs=1

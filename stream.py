@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -129,6 +130,8 @@ class Stream:
     seed: int
     rows: range = range(0)  # empty: all
     num_epochs: int | None = None
+    numbers: tuple[str, ...] = ()  # of the examples of own objectives
+    shares_rows: bool = False
 
     def __post_init__(self):
         self.rows = self.rows or range(self.batch_size)
@@ -209,9 +212,11 @@ class Stream:
         return self.batch_of([[example for _, example in row] for row in rows])
 
     def batch_of(self, rows: Sequence[Sequence[Example]]) -> dict[str, NDArray]:
-        is_packed = self.pack_examples is not None
+        is_packed = self.shares_rows or self.pack_examples is not None
         has_weights = bool(self.data_group.weight)
-        return data.encoder_decoder(rows, self.data_group.lengths, is_packed, has_weights)
+        return data.encoder_decoder(
+            rows, self.data_group.lengths, is_packed, has_weights, self.numbers
+        )
 
 
 class TaskPosition(NamedTuple):
@@ -227,10 +232,14 @@ class TaskPosition(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """An example, and the index of its task in the mixture."""
+    """The examples of an item, which share its row, and the index of their task in the mixture."""
 
     task: int
-    example: Example
+    examples: Sequence[Example]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return sum(len(x.inputs) for x in self.examples), sum(len(x.targets) for x in self.examples)
 
 
 class Lane:
@@ -250,18 +259,18 @@ class Lane:
         self._draws = draw_tasks(stream, row, first=draw)
         self._window: list[list[Drawn]] = []  # rows; none if the next window is due
 
-    def next_row(self) -> list[Drawn]:
-        """Return the examples of the next row, none after the last epoch, and advance."""
+    def next_row(self) -> list[tuple[int, Example]]:
+        """Return the next row, each example with the index of its task, and advance; [] after the last epoch."""
         if not self._window:
-            examples = list(self._read_window())
-            if not examples:
+            items = list(self._read_window())
+            if not items:
                 return []
-            self._window = [examples]
+            self._window = [items]
             if self._stream.pack_examples is not None:
-                sizes = np.array([[len(x.inputs), len(x.targets)] for _, x in examples])
+                sizes = np.array([item.sizes for item in items])
                 rows = self._stream.pack_examples(sizes, np.array(self._limits))
                 order = permutation(len(rows), 'rows', self._stream.seed, self._row, self.draw)
-                self._window = [[examples[i] for i in rows[k]] for k in order]
+                self._window = [[items[i] for i in rows[k]] for k in order]
         row = self._window[self.given]
         self.given += 1
         if self.given == len(self._window):
@@ -269,7 +278,7 @@ class Lane:
             self.draw += sum(map(len, self._window))
             self.given = 0
             self._window = []
-        return row
+        return [(item.task, example) for item in row for example in item.examples]
 
     def _read_window(self) -> Iterator[Drawn]:
         """Yield the examples of the next window: one, if rows are not packed.
@@ -279,14 +288,14 @@ class Lane:
         max_rows = self._stream.rows_per_window
         if self.draw == 0:  # stagger the first windows: lanes refill at different steps
             max_rows = 1 + self._row % max_rows
-        max_inputs, max_targets = self._limits
         num_rows = 0.0
         for task in itertools.islice(self._draws, EXAMPLES_PER_WINDOW):
-            example = self._readers[task].next_example()
-            if example is None:
+            examples = self._readers[task].next_examples()
+            if examples is None:
                 return
-            yield Drawn(task, example)
-            num_rows += max(len(example.inputs) / max_inputs, len(example.targets) / max_targets)
+            item = Drawn(task, examples)
+            yield item
+            num_rows += max(map(operator.truediv, item.sizes, self._limits))
             if self._stream.pack_examples is None or num_rows >= max_rows:
                 return
             if self._stream.mixture.is_single and self._readers[task].is_at_end_of_epoch():
@@ -306,9 +315,9 @@ def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
 
 
 class ExampleReader:
-    """Reads the examples of one lane in one task: its own part of every epoch, in groups of records.
+    """Reads the items of one lane in one task: its own part of every epoch, in groups of records.
 
-    `position` is the position of the next example.
+    `position` is the position of the next item.
     """
 
     def __init__(self, stream: Stream, task: 'TokenizedTask', row: int, position: TaskPosition):
@@ -324,7 +333,9 @@ class ExampleReader:
     def _go_to(self, position: TaskPosition) -> None:
         self.position = position
         self._end = position  # the next group's
-        self._examples: collections.deque[Example] = collections.deque()  # the rest of the group's
+        self._examples: collections.deque[Sequence[Example]] = (
+            collections.deque()
+        )  # the rest of the group's
         self._share = self._share._replace(epoch=position.epoch)
         self._documents: Iterator[Document] = iter(())
         if position.epoch < self._num_epochs:
@@ -332,19 +343,19 @@ class ExampleReader:
                 self._split, self._share, position.pool, position.offset
             )
 
-    def next_example(self) -> Example | None:
-        """Return the next example; None after the last epoch."""
+    def next_examples(self) -> Sequence[Example] | None:
+        """Return the examples of the next item; None after the last epoch."""
         while self.is_at_end_of_epoch():
             share = self._share._replace(epoch=self._end.epoch + 1)
             start = TaskPosition(self._task.source.next_epoch(self._split, share))
             if start.epoch >= self._num_epochs:
                 return None
             self._go_to(start)
-        example = self._examples.popleft()
+        examples = self._examples.popleft()
         self.position = self.position._replace(given=self.position.given + 1)
         if not self._examples:
             self.position = self._end
-        return example
+        return examples
 
     def is_at_end_of_epoch(self) -> bool:
         """Return whether the epoch has no more examples; make those of the next group if it is due."""
@@ -357,9 +368,7 @@ class ExampleReader:
             key = (seed, epoch, lane, self._end.pool, self._end.offset)
             records = [document.record for document in documents]
             tokenized = self._task.tokenize(records, *(key if self._split == 'train' else ()))
-            names = [example.name for example in tokenized]
-            ids = [example.ids for example in tokenized]
-            examples = self._task.objective.examples(names, ids, *key)
+            examples = self._task.examples(tokenized, *key)
             # Differs from T5X, which shuffles in a buffer of 1,000 examples: lanes read far apart, and each
             # shuffles the examples of its group. (Old runs rely on the word 'pieces' in the key.)
             order = permutation(len(examples), 'pieces', *key)
@@ -446,13 +455,20 @@ class TokenizedTask:
                 example.ids[feature] = of_feature
         return examples
 
+    def examples(self, tokenized: Sequence[Tokenized], *key: int | str) -> list[Sequence[Example]]:
+        """Return the objective's items, random by `key`: each an example, or some that share a row."""
+        names = [x.name for x in tokenized]
+        records = [{**x.ids, 'fields': x.texts} for x in tokenized]
+        items = self.objective.examples(names, records, *key)
+        return [[item] if isinstance(item, Example) else item for item in items]
+
     def has_text(self, split: str) -> bool:
         """Return whether the objective makes an example with an id from the records of a split."""
         if not self.source.may_hold(split):
             return False
         for record in self.source.records(split):
             for example in self.tokenize([record]):
-                examples = self.objective.examples([example.name], [example.ids])
+                examples = self.examples([example])
                 if examples and any(example.ids[x].size for x in self.objective.features):
                     return True
         return False

@@ -158,8 +158,7 @@ class StepSpec:
     mesh: Mesh
     seed: int
     batch_size: int
-    feature_lengths: FrozenConfigDict  # {feature of a batch: length}
-    has_weights: bool  # examples have weights: decoder_loss_weights is float32
+    features: FrozenConfigDict  # {feature of a batch: (length, dtype)}
     num_microbatches: int
     gradient_dtype: str
     skips_not_finite: bool  # a step that is not finite leaves the state as it was
@@ -236,9 +235,7 @@ def lower_step(spec: StepSpec) -> jax.stages.Lowered:
     shardings, rows = partition.shardings(spec.mesh, (spec.state_specs, partition.BATCH))
     state = jax.tree.map(lambda x, to: x.update(sharding=to), spec.state_shapes, shardings)
     batch = {}
-    for name, length in spec.feature_lengths.items():
-        is_float = spec.has_weights and name == 'decoder_loss_weights'
-        dtype = jnp.float32 if is_float else jnp.int32
+    for name, (length, dtype) in spec.features.items():
         batch[name] = jax.ShapeDtypeStruct((spec.batch_size, length), dtype, sharding=rows)
     return jit_step(spec).lower(state, batch)
 

@@ -129,7 +129,7 @@ def measure(axis: str, value: int, num_steps: int) -> Point:
     train_step = train.compile_step(spec)
     rng = np.random.default_rng(0)
     batch = {}
-    for name, length in spec.feature_lengths.items():
+    for name, (length, _) in spec.features.items():
         shape = (spec.batch_size, length)
         batch[name] = np.ones(shape, np.int32)  # one segment
         if name.endswith('tokens'):

@@ -48,16 +48,13 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     """Yield the lines of a plan. Drawing them compiles, and raises Refused if the step does not fit."""
     mesh = spec.mesh
-    lengths = spec.feature_lengths
+    lengths = config.data.lengths
     num_parameters = sum(x.size for x in spec.state_shapes.params.values())
     yield (
         f'T5 with {num_parameters:,} parameters in {config.model.dtype} on {mesh.size:,} devices '
         f'({mesh.devices.flat[0].device_kind}), mesh {dict(mesh.shape)}'
     )
-    yield (
-        f'Batch: {spec.batch_size:,} rows of {lengths["encoder_input_tokens"]:,} + '
-        f'{lengths["decoder_target_tokens"]:,} tokens'
-    )
+    yield (f'Batch: {spec.batch_size:,} rows of {lengths.inputs:,} + {lengths.targets:,} tokens')
     began = time.monotonic()
     try:
         memory.check_state_fits(mesh, spec.state_shapes, spec.state_specs)
@@ -118,8 +115,8 @@ def flops_of_step(spec: train.StepSpec) -> float:
     No recomputing, no causal half, no lookups, no optimizer.
     """
     c = spec.model_config
-    S = spec.feature_lengths['encoder_input_tokens']
-    T = spec.feature_lengths['decoder_target_tokens']
+    S, _ = spec.features['encoder_input_tokens']
+    T, _ = spec.features['decoder_target_tokens']
     return 3 * spec.batch_size * c.family.flops(c, S, T)
 
 

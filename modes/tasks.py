@@ -234,7 +234,7 @@ def examples_of(
             for name, value in (example.texts or record.fields).items():
                 lines.append(f'  {name}: {value!r}')
             if tokenized is not None:
-                for one in tokenized.objective.examples([record.name], [example.ids], 0):
+                for one in itertools.chain(*tokenized.examples([example], 0)):
                     lines.append(f'  ids of the inputs: {one.inputs.tolist()}')
                     lines.append(f'  ids of the targets: {one.targets.tolist()}')
             yield lines

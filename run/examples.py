@@ -89,7 +89,7 @@ def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[RecordE
     while group := list(itertools.islice(records, num_at_once)):
         for tokenized in task.tokenize(group):
             fields = group[0].fields if task.source.is_tokenized else tokenized.texts
-            for one in task.objective.examples([tokenized.name], [tokenized.ids]):
+            for one in itertools.chain(*task.examples([tokenized])):
                 yield RecordExample(fields, one.inputs, one.targets, one.is_trimmed)
 
 

@@ -4,12 +4,16 @@ Imports no jax.
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from ml_collections import ConfigDict
+
+import data
 import user_code
 from messages import Refused
+from tasks import objectives
 from tasks.mixtures import Mixture, Task
-from tasks.objectives import OBJECTIVES
+from tasks.objectives import OBJECTIVES, OwnFeatures
 from tasks.t5 import table
 
 
@@ -36,6 +40,28 @@ def look_up(
     if name in OBJECTIVES:
         return Task(name, objective=name)
     return Task(name) if is_cached(name) else None
+
+
+def own_features(data_group: ConfigDict) -> OwnFeatures:
+    """Return the features of a batch that the objectives of data.module add. Opens no records."""
+    members: Iterable[Task] = ()
+    row = None
+    if data_group.module:
+        row = look_up(data_group.task, data_group.module)
+    if isinstance(row, Task):
+        members = [row]
+    elif row is not None:
+        members = row.tasks.values()
+    return objectives.own_features([task.objective_class for task in members])
+
+
+def features(data_group: ConfigDict) -> dict[str, tuple[int, str]]:
+    """Return {feature of a batch: (length, dtype)}. Opens no records."""
+    numbers, shares_rows = own_features(data_group)
+    is_packed = shares_rows or data.PACKINGS[data_group.pack] is not None
+    has_weights = bool(data_group.weight)
+    empty = data.encoder_decoder([], data_group.lengths, is_packed, has_weights, numbers)
+    return {name: (x.shape[1], x.dtype.name) for name, x in empty.items()}
 
 
 def own_tasks(module: str) -> dict[str, Task | Mixture]:

@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -513,18 +513,48 @@ class OwnObjective:
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
+        self.own = own_features([objective])
         self.lengths = data_group.lengths
         self.vocabulary_size = vocabulary.size
 
-    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
+    def examples(self, names: Sequence[str], records: Records, *key: int | str) -> Sequence:
         with noting(f'{type(self.objective).__name__}.examples of {first_ten(list(names))}'):
-            examples = list(self.objective.examples(names, records, *key))
-            for example in examples:
+            items = list(self.objective.examples(names, records, *key))
+            for item in items:
+                examples = [item] if isinstance(item, Example) else item
+                assert len(examples) == 1 or self.own.shares_rows, (
+                    'set shares_rows = True in the class'
+                )
                 for feature in FEATURES:
-                    ids = getattr(example, feature)
                     length = self.lengths[feature]
-                    fits = ids.dtype.kind in 'iu' and 1 <= len(ids) <= length
-                    fits = fits and 0 <= ids.min() <= ids.max() < self.vocabulary_size
-                    rule = f'1 to {length} ids, int32, from 0 to {self.vocabulary_size - 1}'
-                    assert fits, f'{feature} of an example is {ids!r:.60}: give {rule}'
-        return examples
+                    for example in examples:
+                        self.check(example, feature, length)
+                    total = sum(len(getattr(x, feature)) for x in examples)
+                    assert total <= length, f'{feature}: {total} ids share a row of {length}'
+        return items
+
+    def check(self, example: Example, feature: str, length: int) -> None:
+        ids = getattr(example, feature)
+        fits = ids.dtype.kind in 'iu' and 1 <= len(ids) <= length
+        fits = fits and 0 <= ids.min() <= ids.max() < self.vocabulary_size
+        rule = f'1 to {length} ids, int32, from 0 to {self.vocabulary_size - 1}'
+        assert fits, f'{feature} of an example is {ids!r:.60}: give {rule}'
+        numbers = tuple(sorted(example.numbers))
+        assert numbers == self.own.numbers, f'numbers of the class: write numbers = {numbers}'
+
+
+class OwnFeatures(NamedTuple):
+    """The features of a batch that own objectives add, under the names of Stream's fields."""
+
+    numbers: tuple[str, ...]
+    shares_rows: bool
+
+
+def own_features(objectives: Iterable[type[Objective]]) -> OwnFeatures:
+    """Return the features of a batch that the examples of some objectives need."""
+    numbers: set[str] = set()
+    shares_rows = False
+    for objective in objectives:
+        numbers |= set(getattr(objective, 'numbers', ()))
+        shares_rows |= getattr(objective, 'shares_rows', False)
+    return OwnFeatures(tuple(sorted(numbers)), shares_rows)

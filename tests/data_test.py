@@ -478,7 +478,7 @@ def test_packed_rows_have_every_example_once(tmp_path, monkeypatch, pack):
     stream = stream_of(source, 'train', vocabulary, config, 3, 0, num_epochs=1)
     position = stream.position
     for batch in stream:
-        assert batch.keys() == data.feature_lengths(config).keys()
+        assert batch.keys() == tasks.names.features(config).keys()
         examples = list(unpack(batch))
         found += examples
         num_rows += int(batch['encoder_input_tokens'].any(axis=1).sum())

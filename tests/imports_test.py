@@ -44,7 +44,7 @@ LAYERS = (
 # The core in reading order, and how many lines each file may have.
 CORE = {
     'main': 77,
-    'train': 258,
+    'train': 255,
     'loop': 304,
     'model': 866,
     'family': 90,
@@ -53,8 +53,8 @@ CORE = {
     'optimizer': 226,
     'partition': 198,
     'prepare': 365,
-    'data': 467,
-    'stream': 458,
+    'data': 476,
+    'stream': 474,
     'vocabulary': 231,
     'validation': 272,
     'checkpoint': 536,
@@ -172,7 +172,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8250), ('model', 7, 2085, 2085)],
+    [('loop', 34, 7830, 7870), ('infer', 21, 4510, 8250), ('model', 7, 2085, 2085)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

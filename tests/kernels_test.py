@@ -68,7 +68,7 @@ def test_what_a_user_adds_to_a_step_is_what_it_says(monkeypatch):
         params[path] = rng.uniform(0.5, 1.5, x.shape).astype(np.float32)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec.state_shapes)
     batch = {}
-    for name, length in spec.feature_lengths.items():
+    for name, (length, _) in spec.features.items():
         batch[name] = np.ones((1, length), np.int32)
     batch = partition.place_rows(spec.mesh, batch)
     shardings = partition.shardings(spec.mesh, spec.state_specs)

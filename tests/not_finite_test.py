@@ -52,7 +52,7 @@ def make_batch(spec, seed, place=''):
     """Return random rows; with `place`, one of them brings its fault."""
     rng = np.random.default_rng(seed)
     batch = {}
-    for name, length in spec.feature_lengths.items():
+    for name, (length, _) in spec.features.items():
         batch[name] = rng.integers(2, 60, (spec.batch_size, length), np.int32)
     if place:
         batch['encoder_input_tokens'][1, 3] = faulty_model.PLACES[place].token

@@ -108,7 +108,7 @@ def test_weights_come_from_the_records(tmp_path, kind):
     counts = collections.Counter()
     for batch in stream:
         assert batch['decoder_loss_weights'].dtype == np.float32
-        assert batch.keys() == data.feature_lengths(config).keys()
+        assert batch.keys() == tasks.names.features(config).keys()
         for ids, segments, row in zip(
             batch['decoder_target_tokens'],
             batch['decoder_segment_ids'],

@@ -36,8 +36,8 @@ def written(spec):
     c = spec.model_config
     again = c.remat == 'full'  # a layer's forward pass, but for its last sum
     mesh = spec.mesh
-    tokens_of_inputs = spec.rows_per_device * spec.feature_lengths['encoder_input_tokens']
-    tokens_of_targets = spec.rows_per_device * spec.feature_lengths['decoder_target_tokens']
+    tokens_of_inputs = spec.rows_per_device * spec.features['encoder_input_tokens'][0]
+    tokens_of_targets = spec.rows_per_device * spec.features['decoder_target_tokens'][0]
     found = collections.Counter()
 
     def moves(kind, axes, num_bytes, times=1):
@@ -99,8 +99,8 @@ def test_the_formula_counts_the_products_of_a_layer():
     found = []
     for num_layers in (1, 2):
         spec = small_spec(num_encoder_layers=num_layers, num_decoder_layers=num_layers)
-        lengths = spec.feature_lengths
-        batch = {name: np.zeros((spec.batch_size, n), np.int32) for name, n in lengths.items()}
+        features = spec.features.items()
+        batch = {name: np.zeros((spec.batch_size, n), np.int32) for name, (n, _) in features}
         step = jax.make_jaxpr(train.jit_step(spec))(spec.state_shapes, batch)
         found.append((flops_of_products(step.jaxpr), plan.flops_of_step(spec)))
     (products, formula), (products_of_two, formula_of_two) = found
