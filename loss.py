@@ -29,9 +29,7 @@ class Outputs(NamedTuple):
     logits_bTv: jax.Array  # float32, of the next target token
     encoded_bMD: jax.Array  # the encoder's outputs, in the dtype of the computation
     segments_bM: jax.Array  # of their positions, 0 for padding
-    aux: dict[
-        str, jax.Array
-    ]  # {name: float32 [b]}, means over the layers that report it; {} for T5
+    aux: dict[str, jax.Array]  # {name: float32 [b]}: means over layers; {} for T5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +50,7 @@ WeightedSums = Callable[[Outputs, Batch, jax.Array, jax.Array, LossConfig], dict
 
 
 def weighted_sums(
-    outputs: Outputs,
-    batch: Batch,
-    weights_bT: jax.Array,
-    divisor: jax.Array,
-    settings: LossConfig,
+    outputs: Outputs, batch: Batch, weights_bT: jax.Array, divisor: jax.Array, settings: LossConfig
 ) -> dict[str, jax.Array]:
     """Return this device's share of the sums for T5X's metrics. Training minimizes 'loss'.
 

@@ -204,13 +204,16 @@ def logits(
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
     table_vD = token_table(config)
     inputs_bM = batch['encoder_input_tokens']
-    encoded_bMD, segments_bM, encoder_aux = encode(config, inputs_bM, segments_bM, rows_b, table_vD)
+    encoded_bMD, segments_bM, encoder_aux = encode(
+        config, inputs_bM, segments_bM, rows_b, table_vD, batch
+    )
     num_targets = len(segments_bT) // len(segments_bM)
     if num_targets > 1:
         encoded_bMD = jnp.repeat(encoded_bMD, num_targets, axis=0)
         segments_bM = jnp.repeat(segments_bM, num_targets, axis=0)
         encoder_aux = {name: jnp.repeat(x, num_targets, axis=1) for name, x in encoder_aux.items()}
     decoder = config.parts.decoder(config, name='decoder')
+    decoder.batch = batch
     mask, positions = decoder.shared(segments_bT)
     logits_bTv, _, decoder_aux = decoder(
         decoder.embed(batch['decoder_input_tokens'], table_vD),
@@ -235,6 +238,7 @@ def encode(
     segments_bM: jax.Array | None = None,
     rows_b: jax.Array | None = None,
     table_vD: jax.Array | None = None,
+    batch: Mapping[str, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
     """Return encoded_bMD in the dtype of the computation, the segments of its positions, and aux, [layers, b].
 
@@ -244,6 +248,7 @@ def encode(
     if table_vD is None:
         table_vD = token_table(config)
     encoder = config.parts.encoder(config.family.encoder_config(config), name='encoder')
+    encoder.batch = batch
     x_bMD, segments_bM = encoder.embed(inputs_bM, segments_bM, table_vD)
     check_output('encoder', x_bMD, x_bMD.shape, jnp.float32, 'embedding')
     encoded_bMD, aux = encoder(x_bMD, segments_bM, rows_b)
@@ -326,6 +331,7 @@ class Encoder(hk.Module):
 
     config: T5Config
     name: str
+    batch: Mapping[str, jax.Array] | None = None  # with the numbers of examples; not in decoding
 
     @hk.name_like('__call__')
     def embed(self, tokens_bT, segments_bT, table_vD):
@@ -449,6 +455,7 @@ class Decoder(hk.Module):
 
     config: T5Config
     name: str
+    batch: Mapping[str, jax.Array] | None = None  # with the numbers of examples; not in decoding
 
     @hk.name_like('__call__')
     def embed(self, tokens_bT, table_vD):

@@ -226,9 +226,7 @@ def resolve_settings(
     """
     files = [*spec.model_config.family.files, spec.loss_config.content]
     text = digest([mixture.fingerprint, vocabulary.hash, *files])
-    check_alike(
-        'the text, the vocabulary or the file of model.module or loss.module', text.encode()
-    )
+    check_alike('the text, the vocabulary or a file of model or loss', text.encode())
     resolved = json.loads(config.to_json())
     resolved['model']['module'] = spec.model_config.module
     resolved['model']['options'] = own_model.as_dict(spec.model_config.options)

@@ -214,9 +214,8 @@ class Stream:
     def batch_of(self, rows: Sequence[Sequence[Example]]) -> dict[str, NDArray]:
         is_packed = self.shares_rows or self.pack_examples is not None
         has_weights = bool(self.data_group.weight)
-        return data.encoder_decoder(
-            rows, self.data_group.lengths, is_packed, has_weights, self.numbers
-        )
+        lengths = self.data_group.lengths
+        return data.encoder_decoder(rows, lengths, is_packed, has_weights, self.numbers)
 
 
 class TaskPosition(NamedTuple):
@@ -333,9 +332,7 @@ class ExampleReader:
     def _go_to(self, position: TaskPosition) -> None:
         self.position = position
         self._end = position  # the next group's
-        self._examples: collections.deque[Sequence[Example]] = (
-            collections.deque()
-        )  # the rest of the group's
+        self._examples: collections.deque[Sequence[Example]] = collections.deque()
         self._share = self._share._replace(epoch=position.epoch)
         self._documents: Iterator[Document] = iter(())
         if position.epoch < self._num_epochs:

@@ -261,12 +261,10 @@ def sum_names(loss_config: LossConfig, batch: Mapping[str, NDArray]) -> list[str
     """Return the names of weighted_sums of a loss, by tracing it for a `batch`: a file or a fork may add some."""
 
     def sums(logits_bTv):
-        rows_bM = jnp.ones_like(batch['encoder_input_tokens'])
-        outputs = loss.Outputs(logits_bTv, jnp.ones((*rows_bM.shape, 8)), rows_bM, aux={})
-        weights_bT = jnp.ones(logits_bTv.shape[:2])
-        return loss.all_sums(
-            outputs, batch, weights_bT, jnp.float32(1), loss_config, {}, num_rows=1
-        )
+        ones_bM = jnp.ones_like(batch['encoder_input_tokens'])
+        ones_bT = jnp.ones(logits_bTv.shape[:2])
+        outputs = loss.Outputs(logits_bTv, jnp.ones((*ones_bM.shape, 8)), ones_bM, aux={})
+        return loss.all_sums(outputs, batch, ones_bT, jnp.float32(1), loss_config, {}, num_rows=1)
 
     logits_bTv = jnp.zeros((*batch['decoder_target_tokens'].shape, 128))
     return list(jax.eval_shape(partition.one_device(sums, P(None, None, 'model')), logits_bTv))

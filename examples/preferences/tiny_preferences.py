@@ -29,5 +29,6 @@ def get_config():
     # The loss is a mean over the answers.
     config.loss.update(module=module, z_loss=0.0, loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
     config.learning_rate.base_learning_rate = 0.001
+    config.train.epochs = 1
     config.infer_eval.every_steps = 0
     return config

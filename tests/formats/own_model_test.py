@@ -8,12 +8,14 @@ import runpy
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 from runs import ROOT, run, small_config, state_of
 from small_models import (
     OPTIONS,
     OWN_SIZES,
+    as_one_device,
     assert_close,
     assert_refused,
     check_answers,
@@ -22,6 +24,7 @@ from small_models import (
     make_mesh,
     random_batch,
     random_params,
+    run_config,
     sharp_params,
     stepwise_logits,
     t5_config,
@@ -31,6 +34,7 @@ import checkpoint
 import families
 import infer
 import model
+import partition
 from configs import check as settings
 from formats import own_model, t5x
 from messages import Refused
@@ -557,3 +561,49 @@ def test_a_run_of_a_family(corpus, uninterrupted, monkeypatch, tmp_path):
     (tmp_path / 'empty/wide_t5.py').unlink()
     importlib.invalidate_caches()
     assert_refused(lambda: infer.load(directory), 'own_model.py')
+
+
+DOMAINS = """
+import dataclasses
+import haiku as hk
+import jax.numpy as jnp
+import model
+from jax.sharding import PartitionSpec as P
+
+class Encoder(model.Encoder):
+    @hk.name_like('__call__')
+    def embed(self, tokens_bT, segments_bT, table_vD):
+        x_bTD, segments_bT = super().embed(tokens_bT, segments_bT, table_vD)
+        domain_D = hk.get_parameter('domain', x_bTD.shape[-1:], jnp.float32, jnp.ones)
+        if self.batch is not None and 'encoder_domain' in self.batch:
+            x_bTD += self.batch['encoder_domain'][..., None] * domain_D[None, None]
+        return x_bTD, segments_bT
+
+def modules(family):
+    parts = dataclasses.replace(family.parts, encoder=Encoder)
+    return dataclasses.replace(family, parts=parts, specs=(*family.specs, ('encoder/domain', P(None))))
+"""
+
+
+def test_a_model_reads_numbers_of_examples(tmp_path):
+    """Only rows whose numbers are not 0 differ from T5's, and the parameter that multiplies them has a gradient."""
+    file = tmp_path / 'domains.py'
+    file.write_text(DOMAINS)
+    config = own_model.load({**run_config(1, 1, emb_dim=16, mlp_dim=16).model, 'module': str(file)})
+    params = random_params(config)
+    plain = dataclasses.replace(config, module='', own=None)
+    batch = random_batch(0)
+    numbers = np.zeros(batch['encoder_input_tokens'].shape, np.float32)
+    numbers[2] = 0.5
+
+    def f(params, batch):
+        logits = lambda params: model.apply(model.logits, params, config, batch).logits_bTv  # noqa: E731
+        gradient = jax.grad(lambda params: logits(params)[2].sum())(params)['encoder/domain']
+        of_t5 = model.apply(model.logits, params, plain, batch).logits_bTv
+        return logits(params), of_t5, gradient
+
+    compute = as_one_device(f, (model.param_specs(config), partition.BATCH))
+    logits, of_t5, gradient = compute(params, {**batch, 'encoder_domain': numbers})
+    differs = abs(logits - of_t5).max(axis=(1, 2)) > 1e-3
+    assert differs.tolist() == [i == 2 for i in range(8)]
+    assert abs(gradient).min() > 0
