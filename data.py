@@ -24,8 +24,7 @@ MAX_RAW_LENGTH = 1 << 20
 MAX_DOCUMENT_TOKENS = 65536  # a longer document gives one chunk of this length, as in T5
 MIN_LENGTH = 3  # inputs and targets hold a token, a sentinel and EOS
 Pair = tuple[NDArray, NDArray]  # inputs and targets
-# Of each {feature: ids without EOS, 'weight' if set, 'fields': what the task's function has made of it}.
-Records = Sequence[Mapping]
+Records = Sequence[Mapping]  # {feature: ids without EOS, 'weight' if set, 'fields': the texts}
 
 
 class Example(NamedTuple):
@@ -40,7 +39,7 @@ class Example(NamedTuple):
     names: Sequence[str]  # its records
     is_trimmed: bool = False  # its texts were longer than a row
     weight: float = 1.0  # for the loss of its targets
-    numbers: Mapping[str, float] = {}  # of `Objective.numbers`
+    numbers: Mapping[str, float] = {}  # under the names in `numbers` of the objective
 
 
 class Objective(Protocol):

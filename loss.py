@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
 
     logits_bTv: jax.Array  # float32, of the next target token
     encoded_bMD: jax.Array  # the encoder's outputs, in the dtype of the computation
-    segments_bM: jax.Array  # of their positions, 0 for padding
+    segments_bM: jax.Array  # 0 for padding
     aux: dict[str, jax.Array]  # {name: float32 [b]}: means over layers; {} for T5
 
 

@@ -130,7 +130,7 @@ class Stream:
     seed: int
     rows: range = range(0)  # empty: all
     num_epochs: int | None = None
-    numbers: tuple[str, ...] = ()  # of the examples of own objectives
+    numbers: tuple[str, ...] = ()  # names, from own objectives
     shares_rows: bool = False
 
     def __post_init__(self):

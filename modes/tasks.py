@@ -237,4 +237,6 @@ def examples_of(
                 for one in itertools.chain(*tokenized.examples([example], 0)):
                     lines.append(f'  ids of the inputs: {one.inputs.tolist()}')
                     lines.append(f'  ids of the targets: {one.targets.tolist()}')
+                    if one.numbers:
+                        lines.append(f'  numbers: {dict(one.numbers)}')
             yield lines

@@ -51,6 +51,7 @@ OTHER_PROGRAMS = (
     'tensorboard',
     'tfds',
     'python benchmarks',
+    'python examples',
     'sbatch',
     'XLA_FLAGS',
     'export',
@@ -171,8 +172,9 @@ def run_block(block, folder, command_line, names) -> None:
 
 def run_command(command, options, folder, command_line):
     """Run a command of a page. Return its status and what it printed."""
-    if '|' in command.split(' #')[0]:
+    if '|' in command.split(' #')[0] or command.startswith('python examples/'):
         command = command.replace('python main.py', f'{sys.executable} {ROOT}/main.py')
+        command = command.replace('python examples/', f'{sys.executable} examples/')
         result = subprocess.run(
             command, shell=True, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True
         )
