@@ -30,11 +30,18 @@ class Needs(NamedTuple):
     """Settings that act only with another one."""
 
     setting: str
-    value: str | None  # the value it needs; None for any but '', 0 and False
+    values: tuple[str, ...]  # one of these is needed; () for any but '', 0 and False
     dependents: tuple[str, ...]
 
 
-ADAMW = ('optimizer.adamw.beta1', 'optimizer.adamw.beta2', 'optimizer.adamw.weight_decay')
+ADAMW = (
+    'optimizer.adamw.beta1',
+    'optimizer.adamw.beta2',
+    'optimizer.adamw.weight_decay',
+    'optimizer.adamw.decay_norms',
+    'optimizer.adamw.multiply_by_parameter_scale',
+    'optimizer.adamw.epsilon',
+)
 ADAFACTOR = (
     'optimizer.decay_rate',
     'optimizer.step_offset',
@@ -46,15 +53,15 @@ ADAFACTOR = (
 )
 # A dependent that is given on the command line without the other one is refused: it has no effect.
 NEEDS = (
-    Needs('model.lora_rank', None, ('model.lora_alpha', 'model.lora_targets')),
-    Needs('data.targets', '', ('data.text_field', 'data.references')),
-    Needs('data.references', '', ('data.text_field',)),
-    Needs('data.on_bad_line', 'skip', ('data.max_bad_fraction',)),
-    Needs('optimizer.name', 'adafactor', ADAFACTOR),
-    Needs('optimizer.name', 'adamw', ADAMW),
-    Needs('infer_eval.every_steps', None, ('infer_eval.task', 'infer_eval.num_examples')),
-    Needs('save.best_metric', None, ('save.best_is',)),
-    Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
+    Needs('model.lora_rank', (), ('model.lora_alpha', 'model.lora_targets')),
+    Needs('data.targets', ('',), ('data.text_field', 'data.references')),
+    Needs('data.references', ('',), ('data.text_field',)),
+    Needs('data.on_bad_line', ('skip',), ('data.max_bad_fraction',)),
+    Needs('optimizer.name', ('adafactor',), ADAFACTOR),
+    Needs('optimizer.name', ('adamw', 'muon'), ADAMW),
+    Needs('infer_eval.every_steps', (), ('infer_eval.task', 'infer_eval.num_examples')),
+    Needs('save.best_metric', (), ('save.best_is',)),
+    Needs('restore.path', (), ('restore.only', 'restore.strict', 'restore.dtype')),
 )
 
 OPTIONS = 'model.options.'  # the prefix of the settings of an own model, which its file declares
@@ -102,12 +109,12 @@ def check_value(key: str, value: Value) -> None:
 def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
     """Refuse settings `given` on the command line that have no effect in the tree of all settings."""
     found = dict(leaves(tree))
-    for setting, value, dependents in NEEDS:
+    for setting, values, dependents in NEEDS:
         needed = setting
         acts = bool(found[setting])
-        if value is not None:
-            needed = f'{setting}={value!r}'
-            acts = found[setting] == value
+        if values:
+            needed = f'{setting}={" or ".join(map(repr, values))}'
+            acts = found[setting] in values
         for key in dependents:
             if key in given and not acts and found[key] != declared()[key].default:
                 raise Refused(f'{key}={found[key]!r} has no effect without {needed}: set that, too')

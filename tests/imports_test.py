@@ -48,7 +48,7 @@ CORE = {
     'family': 90,
     'kernels': 260,
     'loss': 160,
-    'optimizer': 226,
+    'optimizer': 290,
     'partition': 198,
     'prepare': 347,
     'data': 466,
