@@ -1,8 +1,7 @@
 """Optimizers, and T5X's learning-rate schedules.
 
 They run outside `shard_map`, on global arrays: a mean is over the full parameter. Source: T5X t5x/adafactor.py, utils.py;
-Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Nawrot 2023 (nanoT5); Jordan et al. 2024 and Liu
-et al. 2025 (Muon); Polyak & Juditsky 1992 (averages of parameters).
+Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Jordan 2024 (Muon); Polyak & Juditsky 1992 (averages).
 """
 
 import math
@@ -18,6 +17,7 @@ import optax
 from ml_collections import ConfigDict
 
 import kernels
+import partition
 from messages import Refused
 
 
@@ -124,12 +124,9 @@ def update_parameter(optimizer, decay, rate, grad, moments, param):
     return -update, Moments(v_row, v_col, v, m)
 
 
-def adam(settings: ConfigDict) -> optax.GradientTransformation:
-    return optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon)
-
-
-def adamw(optimizer: ConfigDict, schedule: Callable, inner=adam) -> optax.GradientTransformation:
-    """Return AdamW; `inner`, a function of the settings `optimizer.adamw`, makes the directions."""
+def adamw(optimizer: ConfigDict, schedule: Callable, inner=None) -> optax.GradientTransformation:
+    """Return AdamW. `inner`, if set, replaces Adam: `muon`, a function of Adam."""
+    settings = optimizer.adamw
 
     def is_decayed(params):
         return {path: not path.endswith(('/scale', '/rel_embedding')) for path in params}
@@ -138,28 +135,27 @@ def adamw(optimizer: ConfigDict, schedule: Callable, inner=adam) -> optax.Gradie
         rate = -schedule(step)
         return jax.tree.map(lambda update: rate * update, updates), state
 
-    chain = [inner(optimizer.adamw)]
-    if optimizer.adamw.multiply_by_parameter_scale:
+    adam = optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon)
+    chain = [inner(adam) if inner else adam]
+    if settings.multiply_by_parameter_scale:
         chain.append(optax.scale_by_param_block_rms(min_scale=1e-3))
-    decayed = None if optimizer.adamw.decay_norms else is_decayed
-    chain.append(optax.add_decayed_weights(optimizer.adamw.weight_decay, decayed))
+    decayed = None if settings.decay_norms else is_decayed
+    chain.append(optax.add_decayed_weights(settings.weight_decay, decayed))
     chain.append(optax.GradientTransformationExtraArgs(optax.init_empty_state, descend))
     return optax.chain(*chain)
 
 
-def muon(settings: ConfigDict) -> optax.GradientTransformation:
+def muon(adam: optax.GradientTransformation, momentum=0.95) -> optax.GradientTransformation:
     """Return Muon's directions for kernels of layers, as large as Adam's (Liu et al. 2025), and Adam's for the rest."""
-    adam_of_rest = adam(settings)
-    momentum = 0.95
 
     def init(params):
-        state = adam_of_rest.init(params)
+        state = adam.init(params)
         return state._replace(nu=split_kernels(state.nu)[1])
 
     def update(grads, state, params=None):
         matrices, rest = split_kernels(grads)
         mu, mu_of_rest = split_kernels(state.mu)
-        directions, state = adam_of_rest.update(rest, state._replace(mu=mu_of_rest))
+        directions, state = adam.update(rest, state._replace(mu=mu_of_rest))
         mu = optax.tree_utils.tree_update_moment(matrices, mu, momentum, 1)
         # Nesterov's step ahead. Both terms have the same bias, which makes no difference.
         weight = momentum * (1 - momentum**state.count) / (1 - momentum ** (state.count + 1))
@@ -171,11 +167,9 @@ def muon(settings: ConfigDict) -> optax.GradientTransformation:
 
 def split_kernels(params: Mapping[str, jax.Array]) -> tuple[dict, dict]:
     """Return the kernels of layers, and the rest."""
-    matrices = {}
-    rest = dict(params)
-    for path in params:
-        if re.fullmatch(r'(en|de)coder/layers_\d+/.+/kernel', path):
-            matrices[path] = rest.pop(path)
+    is_kernel = re.compile(r'(en|de)coder/layers_\d+/.+/kernel').fullmatch
+    matrices = {path: x for path, x in params.items() if is_kernel(path)}
+    rest = {path: x for path, x in params.items() if path not in matrices}
     return matrices, rest
 
 
@@ -190,7 +184,7 @@ def orthogonalized(matrices: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         stacks.setdefault(wide.shape, {})[path] = wide
     results = {}
     for stack in stacks.values():
-        x = jnp.stack(list(stack.values()))
+        x = partition.split_stack(jnp.stack(list(stack.values())))
         x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
         for _ in range(5):
             square = x @ x.mT
