@@ -30,7 +30,7 @@ class Needs(NamedTuple):
     """Settings that act only with another one."""
 
     setting: str
-    values: tuple[str, ...]  # one of these is needed; () for any but '', 0 and False
+    any_of: tuple[str, ...]  # one of these values is needed; () for any but '', 0 and False
     dependents: tuple[str, ...]
 
 
@@ -109,12 +109,12 @@ def check_value(key: str, value: Value) -> None:
 def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
     """Refuse settings `given` on the command line that have no effect in the tree of all settings."""
     found = dict(leaves(tree))
-    for setting, values, dependents in NEEDS:
+    for setting, any_of, dependents in NEEDS:
         needed = setting
         acts = bool(found[setting])
-        if values:
-            needed = f'{setting}={" or ".join(map(repr, values))}'
-            acts = found[setting] in values
+        if any_of:
+            needed = f'{setting}={" or ".join(map(repr, any_of))}'
+            acts = found[setting] in any_of
         for key in dependents:
             if key in given and not acts and found[key] != declared()[key].default:
                 raise Refused(f'{key}={found[key]!r} has no effect without {needed}: set that, too')

@@ -87,11 +87,11 @@ def changed(key, default):
     return default + 1
 
 
-@pytest.mark.parametrize('setting, values, dependents', settings.NEEDS)
-def test_a_setting_that_acts_only_with_another(setting, values, dependents):
+@pytest.mark.parametrize('setting, any_of, dependents', settings.NEEDS)
+def test_a_setting_that_acts_only_with_another(setting, any_of, dependents):
     defaults = dict(settings.leaves(base.get_config()))
-    if values:
-        needed = values[-1]
+    if any_of:
+        needed = any_of[-1]
     else:
         needed = changed(setting, defaults[setting])
     other = defaults[setting]
