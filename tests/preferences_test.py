@@ -1,6 +1,7 @@
 """The example of preferences: its loss, its pairs in rows, and a run on them."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -15,8 +16,10 @@ import tasks.open
 import user_code
 import vocabulary as vocabularies
 from configs import base
+from data import TextToText
 from loss import LossConfig, Outputs
 from stream import Stream
+from tasks.objectives import OwnObjective
 
 FILE = ROOT / 'examples/preferences/preferences.py'
 preferences = user_code.load_module(FILE, FILE.read_bytes())
@@ -219,3 +222,21 @@ def test_a_run_on_pairs(tmp_path):
     share = (scores['chosen'] > scores['rejected']).mean()
     assert last['preferred'] == pytest.approx(share, rel=1e-6)
     assert last['loss'] == pytest.approx(losses.mean(), rel=1e-4)
+
+
+@pytest.mark.parametrize('changes, reason', [
+    ({'shares_rows': False}, 'shares_rows'),
+    ({'numbers': ()}, "numbers = ('margin',)"),
+    ({'numbers': ('margin', 'domain')}, "numbers = ('margin',)"),
+    ({'__init__': TextToText.__init__}, '50 ids share a row of 40'),  # each example may fill a row
+])  # fmt: skip
+def test_a_class_that_says_otherwise_than_its_examples(changes, reason):
+    config = base.get_config().data
+    config.lengths.update(inputs=40, targets=40)
+    own = type('Own', (preferences.Preferences,), changes)
+    objective = OwnObjective(own, config, vocabularies.ByteVocabulary())
+    ids = np.arange(5, 29, dtype=np.int32)
+    record = dict.fromkeys(('inputs', 'targets', 'rejected'), ids)
+    record['fields'] = {'chosen_score': -1.0, 'rejected_score': -2.0}
+    with pytest.raises(AssertionError, match=re.escape(reason)):
+        objective.examples(['a'], [record], 0)
