@@ -513,7 +513,7 @@ class OwnObjective:
         self.features = self.objective.features
         self.records_per_group = self.objective.records_per_group
         self.num_sentinels = self.objective.num_sentinels
-        self.own = own_features([objective])
+        self.batch_features = own_features([objective])
         self.lengths = data_group.lengths
         self.vocabulary_size = vocabulary.size
 
@@ -522,7 +522,7 @@ class OwnObjective:
             items = list(self.objective.examples(names, records, *key))
             for item in items:
                 examples = [item] if isinstance(item, Example) else item
-                assert len(examples) == 1 or self.own.shares_rows, (
+                assert len(examples) == 1 or self.batch_features.shares_rows, (
                     'set shares_rows = True in the class'
                 )
                 for feature in FEATURES:
@@ -540,7 +540,9 @@ class OwnObjective:
         rule = f'1 to {length} ids, int32, from 0 to {self.vocabulary_size - 1}'
         assert fits, f'{feature} of an example is {ids!r:.60}: give {rule}'
         numbers = tuple(sorted(example.numbers))
-        assert numbers == self.own.numbers, f'numbers of the class: write numbers = {numbers}'
+        assert numbers == self.batch_features.numbers, (
+            f'numbers of the class: write numbers = {numbers}'
+        )
 
 
 class OwnFeatures(NamedTuple):

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from runs import ROOT, metrics_of, run, small_config, stop_after
+from small_models import assert_refused
 
 import infer
 import partition
@@ -121,13 +123,13 @@ def test_loss_and_gradients(mesh, kind, label_smoothing):
 
     specs = P(partition.BATCH_AXES, None, 'model')
     data, fsdp, model_axis = mesh
-    found = jax.shard_map(
+    compute = jax.shard_map(
         loss_and_gradient,
         mesh=partition.make_mesh(data=data, fsdp=fsdp, model=model_axis),
         in_specs=(specs, partition.BATCH),
         out_specs=(P(), specs),
     )
-    sums, gradient = jax.jit(found)(logits, batch)
+    sums, gradient = jax.jit(compute)(logits, batch)
     expected, expected_gradient, num_preferred = by_hand(logits, batch, kind, beta, label_smoothing)
     np.testing.assert_allclose(sums['loss'], expected, rtol=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
@@ -196,18 +198,26 @@ def test_pairs_share_rows(tmp_path, pack):
 
 
 def test_a_run_on_pairs(tmp_path):
-    """Its metrics are means over the pairs: those of T5.score on the held-out ones."""
+    """Its metrics are means over the pairs: those of T5.score on the held-out ones. It resumes with the same file alone."""
+    module = tmp_path / 'own.py'
+    shutil.copy(FILE, module)
     config = small_config(write_pairs(tmp_path), steps=4)
     config.data.update(task='preferences', module=str(FILE), pack='no', vocabulary='bytes')
     config.data.validation_fraction = 0.3
     config.data.lengths.update(inputs=48, targets=64)
     config.model.update(vocab_size=512, dropout_rate=0.0)
-    config.loss.update(module=str(FILE), z_loss=0.0, loss_normalizing_factor='AVERAGE_PER_SEQUENCE')
+    config.loss.update(
+        module=str(module), z_loss=0.0, loss_normalizing_factor='AVERAGE_PER_SEQUENCE'
+    )
     config.loss.options.kind = 'ipo'
     config.train.batch_size = 1  # the loss of a step is then that of one pair
     config.eval.steps = 20
     workdir = tmp_path / 'run'
     stop_after(2, config, workdir)
+    assert (workdir / 'checkpoint_2/own_loss.py').read_bytes() == FILE.read_bytes()
+    module.write_bytes(FILE.read_bytes() + b'#')
+    assert_refused(lambda: run(config, workdir), 'loss.module')
+    shutil.copy(FILE, module)
     run(config, workdir)
     last = metrics_of(workdir)[-1]
     t5 = infer.load(workdir)

@@ -70,6 +70,7 @@ def test_a_loss_of_the_encoders_outputs(file):
     assert max(abs(params[path] - plain_params[path]).max() for path in params) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_with_a_loss(corpus, file, tmp_path):
     """It logs the new sum, may save the best by it, and resumes with the same file at another path alone."""
     config = small_config(corpus, steps=3)
