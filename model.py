@@ -157,8 +157,9 @@ def apply(
 ):
     """Return f(*args), a function such as `logits`, on this device's slices of `params`.
 
-    A parameter split over 'fsdp' is gathered here, when a module reads it, in the dtype that the module
-    asks for. In the backward pass its gradient is summed and scattered in `gradient_dtype`.
+    A parameter is cast here to the dtype that a module asks for, when it reads it. One split over 'fsdp' is gathered
+    in that dtype or in its own, if narrower. In the backward pass its gradient is summed and scattered in
+    `gradient_dtype`.
     """
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
@@ -170,7 +171,7 @@ def apply(
         for dim, size in enumerate(context.original_shape):
             if x.shape[dim] < size:
                 x = partition.all_gather(x, 'fsdp', dim, context.original_dtype, gradient_dtype)
-        return x
+        return x.astype(context.original_dtype)
 
     def read_and_call(*args):
         with hk.custom_getter(read):
