@@ -92,7 +92,7 @@ class Saver:
     """Saves checkpoints into a workdir during training. Every process makes one and makes the same calls."""
 
     folder: str | AnyPath
-    dtype: str = ''  # for parameters that are wider; '': their own
+    dtype: str = ''  # widest dtype of saved parameters; '': no limit
     # Deletes old checkpoints: called in the first process, after each save.
     prune: Callable[[], None] = lambda: None
     num_threads: int = ARRAYS_IN_FLIGHT

@@ -14,8 +14,8 @@ Decoding uses the same modules. Several adjacent rows r may decode one example, 
 the n beams of a group g are the queries T of a step (decode.py defines the letters).
 
 The modules build their submodules inside `__call__`, each with an explicit name: parameters then have T5X's paths and
-shapes. Parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None turns it
-off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
+shapes. Trained parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None
+turns it off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated MLPs).
 """

@@ -111,7 +111,7 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def all_gather(x: jax.Array, axis: str, dim: int, dtype: str, gradient_dtype: str) -> jax.Array:
-    """Unsplit a parameter along `dim`, in `dtype`; sum its float32 gradients in `gradient_dtype`. A narrower one is sent as it is."""
+    """Unsplit a parameter along `dim`, as `dtype`, sent in the narrower of both; sum gradients in `gradient_dtype`."""
     if x.dtype.itemsize > jnp.dtype(dtype).itemsize:
         x = x.astype(dtype)
     return lax.all_gather(x, axis, axis=dim, tiled=True).astype(dtype)

@@ -35,7 +35,7 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """A training state; leaves are arrays, shapes or specs."""
 
     step: Leaf  # int32: steps taken
-    params: dict[str, Leaf]  # {T5X's path: float32, or StepSpec.frozen_dtype if it is not trained}
+    params: dict[str, Leaf]  # {T5X's path: float32, if frozen StepSpec.frozen_dtype}
     opt_state: optax.OptState
     # The losses and gradient norms of the last updates, float32 [2, spike_window], the newest at the end, inf
     # before the first. A side file of a checkpoint keeps them, not T5X's tree.
@@ -171,7 +171,7 @@ class StepSpec:
     skips_not_finite: bool  # a step that is not finite leaves the state as it was
     spike_window: int  # the same for a spike; 0 for no guard
     spike_sigma: float
-    frozen_dtype: str  # of parameters that are not trained
+    frozen_dtype: str  # dtype of frozen parameters; float32 for the trained
 
     @property
     def rows_per_device(self) -> int:

@@ -141,6 +141,7 @@ def test_a_base_that_cannot_be(corpus, uninterrupted):
     for name, settings in [
         ('restore.path', {'path': ''}),
         ('restore.dtype', {'dtype': 'bfloat16'}),
+        ('restore.frozen_dtype', {'dtype': 'float16'}),
         ('restore.only', {'only': 'target/(?!decoder/decoder_norm).+'}),
         ('restore.only', {'only': 'target/encoder/.+', 'strict': False}),
     ]:
