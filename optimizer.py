@@ -1,7 +1,7 @@
 """Optimizers, and T5X's learning-rate schedules.
 
 They run outside `shard_map`, on global arrays: a mean is over the full parameter. Source: T5X t5x/adafactor.py, utils.py;
-Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Polyak & Juditsky 1992 (averages of parameters).
+Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Jordan 2024 (Muon); Polyak & Juditsky 1992 (averages).
 """
 
 import math
@@ -17,6 +17,7 @@ import optax
 from ml_collections import ConfigDict
 
 import kernels
+import partition
 from messages import Refused
 
 
@@ -123,22 +124,78 @@ def update_parameter(optimizer, decay, rate, grad, moments, param):
     return -update, Moments(v_row, v_col, v, m)
 
 
-def adamw(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransformation:
-    """Return AdamW. It decays every parameter, also the scales of norms."""
+def adamw(optimizer: ConfigDict, schedule: Callable, inner=None) -> optax.GradientTransformation:
+    """Return AdamW. `inner`, if set, replaces Adam: `muon`, a function of Adam."""
+    settings = optimizer.adamw
+
+    def is_decayed(params):
+        return {path: not path.endswith(('/scale', '/rel_embedding')) for path in params}
 
     def descend(updates, state, params=None, *, step, **_):
         rate = -schedule(step)
         return jax.tree.map(lambda update: rate * update, updates), state
 
-    return optax.chain(
-        optax.scale_by_adam(b1=optimizer.adamw.beta1, b2=optimizer.adamw.beta2),
-        optax.add_decayed_weights(optimizer.adamw.weight_decay),
-        optax.GradientTransformationExtraArgs(optax.init_empty_state, descend),
-    )
+    adam = optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.epsilon)
+    chain = [inner(adam) if inner else adam]
+    if settings.multiply_by_parameter_scale:
+        chain.append(optax.scale_by_param_block_rms(min_scale=1e-3))
+    decayed = None if settings.decay_norms else is_decayed
+    chain.append(optax.add_decayed_weights(settings.weight_decay, decayed))
+    chain.append(optax.GradientTransformationExtraArgs(optax.init_empty_state, descend))
+    return optax.chain(*chain)
+
+
+def muon(adam: optax.GradientTransformation, momentum=0.95) -> optax.GradientTransformation:
+    """Return Muon's directions for kernels of layers, as large as Adam's (Liu et al. 2025), and Adam's for the rest."""
+
+    def init(params):
+        state = adam.init(params)
+        return state._replace(nu=split_kernels(state.nu)[1])
+
+    def update(grads, state, params=None):
+        matrices, rest = split_kernels(grads)
+        mu, mu_of_rest = split_kernels(state.mu)
+        directions, state = adam.update(rest, state._replace(mu=mu_of_rest))
+        mu = optax.tree_utils.tree_update_moment(matrices, mu, momentum, 1)
+        # Nesterov's step ahead. Both terms have the same bias, which makes no difference.
+        weight = momentum * (1 - momentum**state.count) / (1 - momentum ** (state.count + 1))
+        ahead = jax.tree.map(lambda m, grad: weight * m + (1 - momentum) * grad, mu, matrices)
+        return directions | orthogonalized(ahead), state._replace(mu=state.mu | mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def split_kernels(params: Mapping[str, jax.Array]) -> tuple[dict, dict]:
+    """Return the kernels of layers, and the rest."""
+    is_kernel = re.compile(r'(en|de)coder/layers_\d+/.+/kernel').fullmatch
+    matrices = {path: x for path, x in params.items() if is_kernel(path)}
+    rest = {path: x for path, x in params.items() if path not in matrices}
+    return matrices, rest
+
+
+def orthogonalized(matrices: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return matrices, [..., rows, columns], after five Newton-Schulz iterations (Jordan et al. 2024).
+
+    Singular values become about 0.2 sqrt(longer side). Matrices of one shape are stacked: more layers compile as fast.
+    """
+    stacks: dict[tuple, dict[str, jax.Array]] = {}
+    for path, x in matrices.items():
+        wide = x.mT if x.shape[-2] > x.shape[-1] else x
+        stacks.setdefault(wide.shape, {})[path] = wide
+    results = {}
+    for stack in stacks.values():
+        x = partition.split_stack(jnp.stack(list(stack.values())))
+        x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)
+        for _ in range(5):
+            square = x @ x.mT
+            x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        for path, y in zip(stack, 0.2 * math.sqrt(x.shape[-1]) * x, strict=True):
+            results[path] = y if y.shape == matrices[path].shape else y.mT
+    return results
 
 
 # The choices of `optimizer.name`: functions of the settings `optimizer` and the schedule.
-OPTIMIZERS = {'adafactor': adafactor, 'adamw': adamw}
+OPTIMIZERS: dict = {'adafactor': adafactor, 'adamw': adamw, 'muon': partial(adamw, inner=muon)}
 
 
 def clip_by_norm(threshold: float) -> optax.GradientTransformation:
@@ -195,6 +252,7 @@ def make_schedule(learning_rate: ConfigDict) -> Callable:
     factors = {  # functions of the float32 step
         'constant': lambda t: base,
         'linear_warmup': lambda t: jnp.minimum(1.0, t / warmup),
+        'linear_warmup_from_half': lambda t: jnp.minimum(1.0, 0.5 + 0.5 * t / warmup),  # nanoT5's
         'linear_decay': lambda t: base * jnp.minimum(t / warmup, 1.0 + decay * (warmup - t)),
         'rsqrt_decay': lambda t: 1.0 / jnp.sqrt(jnp.maximum(t, warmup)),
         'rsqrt_normalized_decay': lambda t: jnp.sqrt(warmup / jnp.maximum(t, warmup)),

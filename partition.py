@@ -161,6 +161,13 @@ def shardings(mesh: Mesh, specs):
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def split_stack(x: jax.Array) -> jax.Array:
+    """Split a stack of global arrays over 'fsdp', not each array: Muon sends 0.4 of their bytes, not 13 times."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return lax.with_sharding_constraint(x, P('fsdp', *[P.UNCONSTRAINED] * (x.ndim - 1)))
+
+
 def place_rows(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
     """Return global arrays, split over BATCH_AXES, made of each process's own rows."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), dict(batch))

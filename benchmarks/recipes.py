@@ -14,9 +14,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +24,6 @@ import numpy as np
 import turns
 from absl import app, flags
 
-ROOT = Path(__file__).resolve().parents[1]
 CLASSES = ('first', 'second', 'third', 'fourth')  # of curves
 NUM_QUESTIONS = 2000
 NAMES = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
@@ -204,7 +200,10 @@ def main(argv: list[str]) -> None:
         seconds_of_steps = []
         for seed in range(FLAGS.seeds):
             workdir = folder / f'{name.replace(" ", "_")}_{seed}'
-            run(recipe, workdir, seed, folder)
+            settings: dict[str, Any] = {'seed': seed}
+            for key, value in recipe.settings.items():
+                settings[key] = str(value).replace('{folder}', str(folder))
+            main_runs.finish(recipe.config, workdir, settings)
             values = []
             for metric in recipe.metrics:
                 evaluation, _, tag = metric.partition(':')
@@ -268,19 +267,6 @@ def write_data(folder: Path) -> None:
         lines = [json.dumps(row) + '\n' for row in rows]
         (folder / f'{kind}.jsonl').write_text(''.join(lines))
     (folder / 'both.py').write_text(TASKS.format(file=str(folder / 'known.jsonl')))
-
-
-def run(recipe: Recipe, workdir: Path, seed: int, folder: Path) -> None:
-    """Run a recipe to its end. A run that is finished is not repeated."""
-    if (workdir / 'seconds').exists():
-        return
-    settings: dict[str, Any] = {'seed': seed}
-    for key, value in recipe.settings.items():
-        settings[key] = str(value).replace('{folder}', str(folder))
-    command = main_runs.command(recipe.config, workdir, settings)
-    begin = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
-    (workdir / 'seconds').write_text(f'{time.monotonic() - begin:.1f}')
 
 
 def describe(values: Sequence[float]) -> str:

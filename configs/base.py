@@ -249,7 +249,7 @@ def settings() -> ConfigDict:
     # The optimizer. All settings are Adafactor's, except trainable, the clip of the gradient, the
     # average of the parameters and adamw.
     config.optimizer = ConfigDict()
-    # adafactor, or adamw.
+    # adafactor, adamw, or muon: Muon for the kernels of layers and AdamW for all other parameters.
     config.optimizer.name = 'adafactor'
     # Exponent of the decay of second moments: 1 - step^-decay_rate.
     config.optimizer.decay_rate = Setting(0.8, FRACTION)
@@ -276,7 +276,7 @@ def settings() -> ConfigDict:
     # Decay of an exponential moving average of the parameters, such as 0.999. Validation losses, task
     # metrics and infer.load use the average. 0 for none. For any optimizer.
     config.optimizer.ema_decay = Setting(0.0, BELOW_ONE)
-    # AdamW.
+    # AdamW, also as a part of muon. Muon shares the parameter's scale and the weight decay.
     config.optimizer.adamw = ConfigDict()
     # Decay of the first moments.
     config.optimizer.adamw.beta1 = Setting(0.9, BELOW_ONE)
@@ -284,11 +284,18 @@ def settings() -> ConfigDict:
     config.optimizer.adamw.beta2 = Setting(0.999, BELOW_ONE)
     # Fraction of a parameter that decays per step, times the learning rate; 0 for none.
     config.optimizer.adamw.weight_decay = Setting(0.0001, FRACTION)
+    # False leaves the scales of norms and the relative position biases out of this decay.
+    config.optimizer.adamw.decay_norms = True
+    # True scales an update by the root mean square of its parameter, at least 1e-3 (nanoT5), and the rates of
+    # Adafactor suit it, such as 0.02.
+    config.optimizer.adamw.multiply_by_parameter_scale = False
+    # Added to the root of the second moments.
+    config.optimizer.adamw.epsilon = Setting(1e-8, NOT_NEGATIVE)
 
     # The learning rate: a product of factors, as in T5X.
     config.learning_rate = ConfigDict()
-    # Any of constant, linear_warmup, linear_decay, rsqrt_decay, rsqrt_normalized_decay,
-    # decay_every, cosine_decay.
+    # Any of constant, linear_warmup, linear_warmup_from_half (of the rate), linear_decay, rsqrt_decay,
+    # rsqrt_normalized_decay, decay_every, cosine_decay.
     config.learning_rate.factors = 'constant * rsqrt_decay'
     # Value of the factor constant.
     config.learning_rate.base_learning_rate = Setting(1.0, POSITIVE)

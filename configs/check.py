@@ -30,11 +30,18 @@ class Needs(NamedTuple):
     """Settings that act only with another one."""
 
     setting: str
-    value: str | None  # the value it needs; None for any but '', 0 and False
+    any_of: tuple[str, ...]  # one of these values is needed; () for any but '', 0 and False
     dependents: tuple[str, ...]
 
 
-ADAMW = ('optimizer.adamw.beta1', 'optimizer.adamw.beta2', 'optimizer.adamw.weight_decay')
+ADAMW = (
+    'optimizer.adamw.beta1',
+    'optimizer.adamw.beta2',
+    'optimizer.adamw.weight_decay',
+    'optimizer.adamw.decay_norms',
+    'optimizer.adamw.multiply_by_parameter_scale',
+    'optimizer.adamw.epsilon',
+)
 ADAFACTOR = (
     'optimizer.decay_rate',
     'optimizer.step_offset',
@@ -46,16 +53,16 @@ ADAFACTOR = (
 )
 # A dependent that is given on the command line without the other one is refused: it has no effect.
 NEEDS = (
-    Needs('model.lora_rank', None, ('model.lora_alpha', 'model.lora_targets')),
-    Needs('train.on_spike', 'skip', ('train.spike_sigma', 'train.spike_window')),
-    Needs('data.targets', '', ('data.text_field', 'data.references')),
-    Needs('data.references', '', ('data.text_field',)),
-    Needs('data.on_bad_line', 'skip', ('data.max_bad_fraction',)),
-    Needs('optimizer.name', 'adafactor', ADAFACTOR),
-    Needs('optimizer.name', 'adamw', ADAMW),
-    Needs('infer_eval.every_steps', None, ('infer_eval.task', 'infer_eval.num_examples')),
-    Needs('save.best_metric', None, ('save.best_is',)),
-    Needs('restore.path', None, ('restore.only', 'restore.strict', 'restore.dtype')),
+    Needs('model.lora_rank', (), ('model.lora_alpha', 'model.lora_targets')),
+    Needs('train.on_spike', ('skip',), ('train.spike_sigma', 'train.spike_window')),
+    Needs('data.targets', ('',), ('data.text_field', 'data.references')),
+    Needs('data.references', ('',), ('data.text_field',)),
+    Needs('data.on_bad_line', ('skip',), ('data.max_bad_fraction',)),
+    Needs('optimizer.name', ('adafactor',), ADAFACTOR),
+    Needs('optimizer.name', ('adamw', 'muon'), ADAMW),
+    Needs('infer_eval.every_steps', (), ('infer_eval.task', 'infer_eval.num_examples')),
+    Needs('save.best_metric', (), ('save.best_is',)),
+    Needs('restore.path', (), ('restore.only', 'restore.strict', 'restore.dtype')),
 )
 
 OPTIONS = 'model.options.'  # the prefix of the settings of an own model, which its file declares
@@ -103,12 +110,12 @@ def check_value(key: str, value: Value) -> None:
 def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
     """Refuse settings `given` on the command line that have no effect in the tree of all settings."""
     values = dict(leaves(tree))
-    for setting, value, dependents in NEEDS:
+    for setting, any_of, dependents in NEEDS:
         needed = setting
         acts = bool(values[setting])
-        if value is not None:
-            needed = f'{setting}={value!r}'
-            acts = values[setting] == value
+        if any_of:
+            needed = f'{setting}={" or ".join(map(repr, any_of))}'
+            acts = values[setting] in any_of
         for key in dependents:
             if key in given and not acts and values[key] != declared()[key].default:
                 raise Refused(

@@ -49,8 +49,8 @@ CORE = {
     'family': 90,
     'kernels': 260,
     'loss': 160,
-    'optimizer': 226,
-    'partition': 198,
+    'optimizer': 284,
+    'partition': 205,
     'prepare': 358,
     'data': 467,
     'stream': 458,
@@ -171,7 +171,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7760, 7800), ('infer', 21, 4510, 8250), ('model', 7, 2050, 2050)],
+    [('loop', 34, 7900, 7900), ('infer', 21, 4510, 8250), ('model', 7, 2050, 2050)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

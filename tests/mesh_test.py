@@ -113,7 +113,8 @@ def test_all_ways_give_the_same(plain, mesh, remat, scan_layers, num_microbatche
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_adamw():
+@pytest.mark.parametrize('name', ['adamw', 'muon'])
+def test_adamw(name):
     """Its first update is g / (|g| + 1e-8): where g is hardly larger than 1e-8, its rounding shows.
 
     Where g is larger, parameters are as close as Adafactor's. Three steps later the others differ by up
@@ -122,7 +123,7 @@ def test_adamw():
     found = {}
     for mesh in ((1, 1, 1), (2, 2, 2)):
         config = config_of(mesh)
-        config.optimizer.name = 'adamw'
+        config.optimizer.name = name
         found[mesh] = {steps: run(config, steps=steps) for steps in (1, STEPS)}
     one, several = found.values()
     for path, x in one[1].end.items():

@@ -1,7 +1,10 @@
 """Adafactor against its formulas in float64 and T5X's own cases; schedules against T5X's definitions.
 
-The formulas: t5x/adafactor.py; the cases: t5x/adafactor_test.py and t5x/utils.py.
+The formulas: t5x/adafactor.py; the cases: t5x/adafactor_test.py and t5x/utils.py. AdamW and Muon against
+nanoT5's AdamWScale (nanoT5/utils/copied_utils.py), Keller Jordan's iteration and optax.contrib.muon.
 """
+
+import functools
 
 import chex
 import jax
@@ -16,8 +19,9 @@ from small_models import assert_close
 
 import checkpoint
 import optimizer
+import partition
 import state_names
-from configs import base
+from configs import base, nano
 
 
 def optimizer_config(**changes):
@@ -164,6 +168,27 @@ def t5x_rate(step, config):
     return max(rate, config.min_learning_rate)
 
 
+# nanoT5's rate: torch's LinearLR(start_factor=0.5, total_iters=10000), then CosineAnnealingLR(eta_min=1e-5).
+NANO_RATES = {
+    0: 0.01,
+    1: 0.010001,
+    5000: 0.015,
+    9999: 0.019999,
+    10000: 0.02,
+    20000: 0.018442991035748358,
+    37768: 0.010005,
+    60000: 0.0004961197748259659,
+    65000: 1.4594091728348932e-05,
+    65535: 1.0000015992021298e-05,
+}
+
+
+def test_the_schedule_of_nanoT5():  # noqa: N802
+    """Up to the floor: nanoT5's cosine ends there, ours is cut off."""
+    found = optimizer.make_schedule(nano.get_config().learning_rate)(jnp.asarray([*NANO_RATES]))
+    np.testing.assert_allclose(found, [*NANO_RATES.values()], rtol=1e-5, atol=1e-5)
+
+
 FACTORS = (
     'constant',
     'linear_warmup',
@@ -249,6 +274,8 @@ OURS = {
     'adamw after a clip': {'name': 'adamw', 'global_norm_clip_threshold': 1.0},
     'adafactor with an average': {'ema_decay': 0.9, 'global_norm_clip_threshold': 1.0},
     'adamw with an average': {'name': 'adamw', 'ema_decay': 0.9},
+    'muon': {'name': 'muon'},
+    'muon with all': {'name': 'muon', 'ema_decay': 0.9, 'global_norm_clip_threshold': 1.0},
 }
 
 
@@ -258,7 +285,7 @@ def make(name):
     return optimizer.make_optimizer(optimizer_config(**OURS[name]), schedule)
 
 
-QUICK = ('adafactor', 'adamw', 'adamw with an average', 'lion', 'labels')
+QUICK = ('adafactor', 'adamw', 'adamw with an average', 'muon', 'lion', 'labels')
 OPTIMIZERS = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
     for name in (*OURS, *FOREIGN)
@@ -312,6 +339,7 @@ def test_names_of_the_state(params):
         'adafactor after a clip': adafactor,
         'adafactor with an average': adafactor | slots('ema_params'),  # T5X finds all of its own
         'adamw': slots('mu', 'nu') | {'state/optimizer/count'},
+        'muon': slots('mu', 'nu') | {'state/optimizer/count'},
         'sgd with two momenta': slots('trace', 'trace_1'),
         'every second step': every_second,
     }.items():
@@ -354,9 +382,9 @@ def test_slots_are_split_like_their_parameters(name, params):
 
 def test_adamw_is_its_formula(params):
     """The tolerance can tell these betas and this decay from others."""
-    beta1, beta2, decay = 0.7, 0.9, 0.5
+    beta1, beta2, decay, epsilon = 0.7, 0.9, 0.5, 0.1
     config = optimizer_config(name='adamw')
-    config.adamw.update(beta1=beta1, beta2=beta2, weight_decay=decay)
+    config.adamw.update(beta1=beta1, beta2=beta2, weight_decay=decay, epsilon=epsilon)
     found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
     for path, x in params.items():
         p = x.astype(np.float64)
@@ -365,9 +393,156 @@ def test_adamw_is_its_formula(params):
             g = np.sin(3 * p + step)
             m = beta1 * m + (1 - beta1) * g
             v = beta2 * v + (1 - beta2) * g**2
-            u = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + 1e-8)
+            u = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + epsilon)
             p = p - schedule(step) * (u + decay * p)
         assert_close({path: found[path]}, {path: p}, 1e-5)
+
+
+def test_adamw_in_proportion_is_that_of_nanoT5(params):  # noqa: N802
+    """Norms and relative biases do not decay. The scale of a small parameter is 1e-3.
+
+    Without epsilon, which nanoT5 adds before it corrects the bias.
+    """
+    beta1, beta2, decay = 0.9, 0.95, 0.5
+    config = optimizer_config(name='adamw')
+    config.adamw.update(beta2=beta2, weight_decay=decay, epsilon=0.0)
+    config.adamw.update(multiply_by_parameter_scale=True, decay_norms=False)
+    params['token_embedder/embedding'] = params['encoder/relpos_bias/rel_embedding'] * 1e-5
+    found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
+    for path, x in params.items():
+        p = x.astype(np.float64)
+        m = v = 0.0
+        for step in range(3):
+            g = np.sin(3 * p + step)
+            m = beta1 * m + (1 - beta1) * g
+            v = beta2 * v + (1 - beta2) * g**2
+            correction = np.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+            rms = np.linalg.norm(p) / p.size**0.5
+            u = correction * max(1e-3, rms) * m / np.sqrt(v)
+            if path.endswith(('kernel', 'embedding')) and 'rel_' not in path:
+                u = u + decay * p
+            p = p - schedule(step) * u
+        assert_close({path: found[path]}, {path: p}, 1e-6)
+
+
+MATRICES = {
+    'encoder/layers_0/mlp/wi/kernel': (24, 40),
+    'encoder/layers_0/mlp/wo/kernel': (40, 24),
+    'encoder/layers_0/attention/key/kernel': (24, 24),
+    'decoder/layers_11/self_attention/out/kernel': (24, 24),
+    'decoder/layers_0/mlp/expert/wi/kernel': (8, 24, 40),
+}
+OTHERS = {
+    'decoder/logits_dense/kernel': (24, 48),
+    'token_embedder/embedding': (48, 24),
+    'encoder/layers_0/relpos_bias/rel_embedding': (4, 32),
+    'encoder/layers_0/pre_mlp_layer_norm/scale': (24,),
+}
+
+
+def random_parameters():
+    rng = np.random.default_rng(0)
+    shapes = MATRICES | OTHERS
+    return {path: rng.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
+
+
+def compiled_steps(tx, params):
+    """The parameters after three updates, as `train_state`, but compiled."""
+    step = jax.jit(functools.partial(updated, tx))
+    state = tx.init(params)
+    for i in range(3):
+        params, state = step(params, state, i)
+    return params
+
+
+def test_muon_is_that_of_optax():
+    """Kernels of layers, those of experts one by one; the others have AdamW's updates."""
+    params = random_parameters()
+    config = optimizer_config(name='muon')
+    config.adamw.weight_decay = 0.1
+    found = compiled_steps(optimizer.make_optimizer(config, schedule), params)
+    dimensions = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    theirs = optax.contrib.muon(
+        schedule,
+        weight_decay=0.1,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=dict.fromkeys(MATRICES, dimensions),
+    )
+    expected = compiled_steps(theirs, {path: params[path] for path in MATRICES})
+    assert_close({path: found[path] for path in MATRICES}, expected, 1e-6)
+    config.name = 'adamw'
+    others = {path: params[path] for path in OTHERS}
+    expected = compiled_steps(optimizer.make_optimizer(config, schedule), others)
+    assert_close({path: found[path] for path in OTHERS}, expected, 1e-6)
+
+
+@pytest.mark.parametrize('shape', [(12, 20), (20, 12), (3, 12, 12), (1, 7)])
+def test_orthogonalized_is_its_formula(shape):
+    """Five steps of Keller Jordan's iteration, in float64, on the matrix's wide form."""
+    rng = np.random.default_rng(0)
+    matrices = {'a': rng.normal(size=shape), 'b': 1e-4 * rng.normal(size=shape)}
+    found = optimizer.orthogonalized({k: x.astype(np.float32) for k, x in matrices.items()})
+    for name, matrix in matrices.items():
+        x = matrix if shape[-2] <= shape[-1] else matrix.swapaxes(-2, -1)
+        x = x / (np.sqrt((x**2).sum((-2, -1), keepdims=True)) + 1e-8)
+        for _ in range(5):
+            a = x @ x.swapaxes(-2, -1)
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        expected = x if x.shape == shape else x.swapaxes(-2, -1)
+        expected = expected * 0.2 * max(shape[-2:]) ** 0.5
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-6)
+
+
+def test_orthogonalizing_is_traced_once_per_shape():
+    """However many layers there are."""
+    counts = []
+    for num_layers in (2, 20):
+        matrices = {}
+        for i in range(num_layers):
+            matrices |= {f'{i}/wi': jnp.ones((8, 16)), f'{i}/wo': jnp.ones((16, 8))}
+        program = jax.jit(optimizer.orthogonalized).lower(matrices).as_text()
+        counts.append(program.count('dot_general'))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize('name, mesh', [
+    ('muon', (1, 8, 1)),
+    ('muon', (2, 2, 2)),
+    ('muon', (1, 2, 4)),
+    ('adamw', (2, 2, 2)),
+])  # fmt: skip
+def test_the_same_updates_on_every_mesh(name, mesh):
+    """On global arrays; each slot is split as its parameter. With fsdp alone nothing is gathered."""
+    params = random_parameters()
+    table = {
+        r'.+/(key|mlp/wi|logits_dense)/kernel': P('fsdp', 'model'),
+        r'.+/expert/wi/kernel': P('model', None, 'fsdp'),
+        r'.+/(out|wo)/kernel|token_embedder/embedding': P('model', 'fsdp'),
+        '.+/rel_embedding': P('model', None),
+        '.+/scale': P(None),
+    }
+    config = optimizer_config(name=name)
+    config.adamw.update(multiply_by_parameter_scale=True, decay_norms=False)
+    tx = optimizer.make_optimizer(config, schedule)
+    data, fsdp, model_axis = mesh
+    mesh = partition.make_mesh(data=data, fsdp=fsdp, model=model_axis)
+    specs = partition.param_specs(table, params)
+    state_specs = state_names.state_specs(jax.eval_shape(tx.init, params), params, specs)
+    shardings = partition.shardings(mesh, (specs, state_specs))
+
+    @functools.partial(jax.jit, out_shardings=shardings)
+    def step(params, state, i):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # as train.jit_step
+            return updated(tx, params, state, i)
+
+    found = jax.device_put((params, tx.init(params)), shardings)
+    if fsdp == 8:
+        assert 'all-gather' not in step.lower(*found, 0).compile().as_text()
+    expected = (params, tx.init(params))
+    for i in range(3):
+        found = step(*found, i)
+        expected = updated(tx, *expected, i)
+    assert_close(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize('name, decay', [('adafactor', 0.999), ('adamw', 0.5)])

@@ -36,7 +36,8 @@ def parameters_of(tree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    'settings', first_in_ci([{'name': 'adamw', 'global_norm_clip_threshold': 1.0}, {}])
+    'settings',
+    first_in_ci([{'name': 'adamw', 'global_norm_clip_threshold': 1.0}, {'name': 'muon'}, {}]),
 )
 def test_only_what_matches_changes(settings):
     """Weight decay does not touch the others either, and the optimizer has no state of them."""

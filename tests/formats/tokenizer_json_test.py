@@ -151,14 +151,15 @@ def write_codet5_golden():
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
     """A folder of each kind, with tokens that were added."""
+    parent = tmp_path_factory.mktemp('tokenizers')
     for form, (make, _, _) in FORMS.items():
         tokenizer = make()
         tokenizer.add_special_tokens([f'<extra_id_{i}>' for i in range(100)])
         tokenizer.add_tokens(['<sep>', 'new word', AddedToken('Ｆｕｌｌ', lstrip=True)])
-        folder = tmp_path_factory.getbasetemp() / form
+        folder = parent / form
         folder.mkdir()
         tokenizer.save(str(folder / 'tokenizer.json'))
-    return tmp_path_factory.getbasetemp()
+    return parent
 
 
 @pytest.mark.parametrize('form', FORMS)
