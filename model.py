@@ -157,9 +157,8 @@ def apply(
 ):
     """Return f(*args), a function such as `logits`, on this device's slices of `params`.
 
-    A parameter is cast here to the dtype that a module asks for, when it reads it. One split over 'fsdp' is gathered
-    in that dtype or in its own, if narrower. In the backward pass its gradient is summed and scattered in
-    `gradient_dtype`.
+    When a module reads a parameter, it is cast to the dtype that the module asks for. One split over 'fsdp' is gathered
+    in the narrower of both dtypes; in the backward pass its gradient is summed and scattered in `gradient_dtype`.
     """
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
