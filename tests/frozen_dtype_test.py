@@ -2,6 +2,7 @@
 
 import re
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,16 +11,11 @@ import pytest
 from forms import first_quick
 from questions import write_task
 from runs import ROOT, assert_close_runs, assert_same_run, run, small_config, state_of
-from small_models import (
-    FAMILIES,
-    assert_close,
-    random_batch,
-    random_params,
-    run_config,
-)
+from small_models import FAMILIES, assert_close, random_batch, random_params, run_config
 
 import checkpoint
 import infer
+import model
 import train
 from prepare import make_spec, restore, wanted
 from run import memory
@@ -78,6 +74,17 @@ def test_the_gradients_are_those_of_the_rounded_base(name):
     assert_close(found, expected, 1e-6)
     moved = gradients(spec, params, *args)
     assert abs(moved[1]['loss'] - expected[1]['loss']) > 1e-5 * expected[1]['loss']
+
+
+def test_a_module_gets_the_dtype_that_it_asks_for():
+    def own_module():
+        with hk.name_scope('norm'):
+            return 1 + hk.get_parameter('scale', [2], jnp.float32)
+
+    scale = rounded([0.001, 3.3])
+    np.testing.assert_array_equal(
+        model.apply(own_module, {'norm/scale': jnp.asarray(scale)}), 1 + scale.astype(np.float32)
+    )
 
 
 def test_a_state_is_smaller_and_its_gathers_move_bfloat16():
