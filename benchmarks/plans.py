@@ -44,7 +44,7 @@ ROWS = (
     ('LongT5 XL, `mesh.model=2`', 'v5e:4x4', 'long_t5.py:xl', f'{LONG}=16 mesh.fsdp=8 mesh.model=2'),
     ('LongT5 XL', 'v5p:4x4x4', 'long_t5.py:xl', f'{LONG}=2'),
     ('T5Gemma 2B-2B', 'h100:8', 't5gemma.py:2b', f'{FSDP} train.batch_size=512'),
-    ('T5Gemma 2B-2B', 'v5e:8x8', 't5gemma.py:2b', f'{FSDP} train.batch_size=2048'),
+    ('T5Gemma 2B-2B', 'v5e:8x8', 't5gemma.py:2b', FSDP),
 )  # fmt: skip
 
 FLAGS = flags.FLAGS
