@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import checkpoint
 import infer
 import model
 import train
+from modes import convert
 from prepare import make_spec, restore, wanted
 from run import memory
 from run.start import choose_initial
@@ -154,6 +156,10 @@ def test_a_run_continues_to_the_bit_and_saves_bfloat16(corpus, tmp_path):
     for path, x in checkpoint.parameters(found).items():
         is_trained = path.startswith('decoder/layers_')
         assert x.dtype == (np.float32 if is_trained else ml_dtypes.bfloat16), path
+    convert.convert_checkpoint(tmp_path / 'all', tmp_path / 'hf', 'hf')
+    chex.assert_trees_all_equal(
+        infer.load(tmp_path / 'hf').arrays, infer.load(tmp_path / 'all').arrays
+    )
 
 
 @pytest.mark.slow
