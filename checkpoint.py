@@ -92,7 +92,7 @@ class Saver:
     """Saves checkpoints into a workdir during training. Every process makes one and makes the same calls."""
 
     folder: str | AnyPath
-    dtype: str = ''  # for saved parameters; '': their own
+    dtype: str = ''  # widest dtype of saved parameters; '': no limit
     # Deletes old checkpoints: called in the first process, after each save.
     prune: Callable[[], None] = lambda: None
     num_threads: int = ARRAYS_IN_FLIGHT
@@ -230,7 +230,9 @@ def _make_index(tree: Mapping[str, Leaf], dtype: str) -> dict:
             content = (array.shape, array.dtype.name, np.asarray(array).tobytes())
             index[path] = msgpack.ExtType(1, msgpack.packb(content))  # as Flax packs an array
             continue
-        saved_dtype = dtype if dtype and is_parameter(path) else leaf.dtype.name
+        saved_dtype = leaf.dtype.name
+        if dtype and is_parameter(path) and leaf.dtype.itemsize > np.dtype(dtype).itemsize:
+            saved_dtype = dtype
         shard_shape = shape
         if isinstance(leaf, jax.Array):  # chunks lie within a shard: processes share no file
             shard_shape = leaf.sharding.shard_shape(shape)

@@ -14,8 +14,8 @@ Decoding uses the same modules. Several adjacent rows r may decode one example, 
 the n beams of a group g are the queries T of a step (decode.py defines the letters).
 
 The modules build their submodules inside `__call__`, each with an explicit name: parameters then have T5X's paths and
-shapes. Parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None turns it
-off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
+shapes. Trained parameters are float32. `rows_b` numbers the rows within the global batch and turns dropout on; None
+turns it off. Code shared by all layers is wrapped in `jax.jit`, so JAX traces it once per shape, not once per layer.
 
 Source: T5X t5x/examples/t5/{network,layers}.py; Raffel et al. 2020 (T5) §2.1; Shazeer 2020 (gated MLPs).
 """
@@ -158,8 +158,8 @@ def apply(
 ):
     """Return f(*args), a function such as `logits`, on this device's slices of `params`.
 
-    A parameter split over 'fsdp' is gathered here, when a module reads it, in the dtype that the module
-    asks for. In the backward pass its gradient is summed and scattered in `gradient_dtype`.
+    When a module reads a parameter, it is cast to the dtype that the module asks for. One split over 'fsdp' is gathered
+    in the narrower of both dtypes; in the backward pass its gradient is summed and scattered in `gradient_dtype`.
     """
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
@@ -171,7 +171,7 @@ def apply(
         for dim, size in enumerate(context.original_shape):
             if x.shape[dim] < size:
                 x = partition.all_gather(x, 'fsdp', dim, context.original_dtype, gradient_dtype)
-        return x
+        return x.astype(context.original_dtype)
 
     def read_and_call(*args):
         with hk.custom_getter(read):

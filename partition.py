@@ -111,8 +111,10 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def all_gather(x: jax.Array, axis: str, dim: int, dtype: str, gradient_dtype: str) -> jax.Array:
-    """Unsplit a float32 parameter along `dim`, sent in `dtype`; sum its gradients in `gradient_dtype`."""
-    return lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
+    """Unsplit a parameter along `dim`, as `dtype`, sent in the narrower of both; sum gradients in `gradient_dtype`."""
+    if x.dtype.itemsize > jnp.dtype(dtype).itemsize:
+        x = x.astype(dtype)
+    return lax.all_gather(x, axis, axis=dim, tiled=True).astype(dtype)
 
 
 def _all_gather_forward(x, axis, dim, dtype, gradient_dtype):

@@ -58,6 +58,7 @@ def make_spec(
         skips_not_finite=config.train.on_not_finite == 'skip',
         spike_window=config.train.spike_window * (config.train.on_spike == 'skip'),
         spike_sigma=config.train.spike_sigma,
+        frozen_dtype=config.restore.frozen_dtype or 'float32',
     )
     spec.model_config.family.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
@@ -73,7 +74,11 @@ def make_spec(
             f"data.pack={config.data.pack!r}: model.module={model_config.module!r} needs 'no'"
         )
     checks.check_scan(spec.model_config)
-    _ = spec.trained
+    if len(spec.trained) == len(spec.state_shapes.params) and config.restore.frozen_dtype:
+        raise Refused(
+            f'restore.frozen_dtype={spec.frozen_dtype!r} has no effect without frozen parameters: also set '
+            'optimizer.trainable or model.lora_rank'
+        )
     memory.microbatch_counts(config.train.num_microbatches, spec.rows_per_device)
     return spec
 
@@ -338,7 +343,12 @@ def restore(
             array_spec = P()  # a slot that this optimizer does not use
         shardings[path] = partition.shardings(spec.mesh, array_spec)
     split = {path: sharding for path, sharding in shardings.items() if sharding.spec != P()}
-    arrays = checkpoint.restore(leaves, split, dtype)
+    # Round a frozen base as it is read: it may not fit in float32.
+    shapes = state_names.to_t5x(*spec.state_shapes)
+    narrow = {path: leaf for path, leaf in leaves.items() if shapes[path].dtype == 'bfloat16'}
+    others = {path: leaf for path, leaf in leaves.items() if path not in narrow}
+    arrays = checkpoint.restore(narrow, split, 'bfloat16')
+    arrays |= checkpoint.restore(others, split, dtype)
     averages = t5x.average_paths(shardings)
 
     # Compute the missing initial arrays; XLA computes no others.

@@ -36,7 +36,7 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """A training state; leaves are arrays, shapes or specs."""
 
     step: Leaf  # int32: steps taken
-    params: dict[str, Leaf]  # {T5X's path: float32}
+    params: dict[str, Leaf]  # {T5X's path: float32, if frozen StepSpec.frozen_dtype}
     opt_state: optax.OptState
     # The losses and gradient norms of the last updates, float32 [2, spike_window], the newest at the end, inf
     # before the first. A side file of a checkpoint keeps them, not T5X's tree.
@@ -144,7 +144,9 @@ def init(spec: 'StepSpec') -> TrainState[jax.Array]:
     init_key, _ = jax.random.split(jax.random.key(spec.seed))
     params = model.init(spec.model_config, init_key)
     recent = jax.tree.map(lambda x: jnp.full(x.shape, jnp.inf), spec.state_shapes.recent)
-    return TrainState(jnp.int32(0), params, spec.tx.init(spec.trained_of(params)), recent)
+    opt_state = spec.tx.init(spec.trained_of(params))
+    params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, spec.state_shapes.params)
+    return TrainState(jnp.int32(0), params, opt_state, recent)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)  # no repr: JAX puts it in front of its messages
@@ -164,6 +166,7 @@ class StepSpec:
     skips_not_finite: bool  # a step that is not finite leaves the state as it was
     spike_window: int  # the same for a spike; 0 for no guard
     spike_sigma: float
+    frozen_dtype: str  # dtype of frozen parameters; float32 for the trained
 
     @property
     def rows_per_device(self) -> int:
@@ -197,7 +200,8 @@ class StepSpec:
         step = jax.ShapeDtypeStruct((), jnp.int32)
         params = {}
         for path, shape in model.shapes(self.model_config).items():
-            params[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
+            dtype = 'float32' if path in self.trained else self.frozen_dtype
+            params[path] = jax.ShapeDtypeStruct(shape, dtype)
         opt_state = jax.eval_shape(self.tx.init, self.trained_of(params))
         recent = None
         if self.spike_window:

@@ -21,12 +21,15 @@ FSDP = 'mesh.data=1 mesh.fsdp=-1 model.remat=full model.scan_layers=True'
 ON_V5P = 'mesh.data=-1 mesh.fsdp=16 model.remat=dots model.scan_layers=True'
 SWITCH = f'{FSDP} model.options.split_experts=fsdp'
 SWITCH_256 = f'{SWITCH} mesh.data=2 mesh.fsdp=128'
+ON_ONE = 'train.batch_size=64 train.num_microbatches=8 model.remat=full optimizer.name=adamw model.lora_rank=8'
 LONG = f'{FSDP} data.lengths.inputs=16384 train.num_microbatches'
 # The model, the devices, the file in configs/, its settings.
 ROWS = (
     ('base', 'h100:8', 't5_1_1.py:base', f'{FSDP} train.batch_size=512'),
     ('XL', 'h100:8', 't5_1_1.py:xl', f'{FSDP} train.batch_size=512'),
     ('XXL', 'h100:8', 't5_1_1.py:xxl', f'{FSDP} train.batch_size=512'),
+    ('XXL, LoRA', 'h100:1', 't5_1_1.py:xxl', ON_ONE),
+    ('XXL, LoRA, bfloat16 base', 'h100:1', 't5_1_1.py:xxl', f'{ON_ONE} restore.frozen_dtype=bfloat16'),
     ('XL', 'v5e:8x8', 't5_1_1.py:xl', FSDP),
     ('XXL', 'v5e:16x16', 't5_1_1.py:xxl', FSDP),
     ('XXL', 'v5p:4x4x4', 't5_1_1.py:xxl', ON_V5P),
@@ -41,7 +44,7 @@ ROWS = (
     ('LongT5 XL, `mesh.model=2`', 'v5e:4x4', 'long_t5.py:xl', f'{LONG}=16 mesh.fsdp=8 mesh.model=2'),
     ('LongT5 XL', 'v5p:4x4x4', 'long_t5.py:xl', f'{LONG}=2'),
     ('T5Gemma 2B-2B', 'h100:8', 't5gemma.py:2b', f'{FSDP} train.batch_size=512'),
-    ('T5Gemma 2B-2B', 'v5e:8x8', 't5gemma.py:2b', f'{FSDP} train.batch_size=2048'),
+    ('T5Gemma 2B-2B', 'v5e:8x8', 't5gemma.py:2b', FSDP),
 )  # fmt: skip
 
 FLAGS = flags.FLAGS

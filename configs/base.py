@@ -420,6 +420,9 @@ def settings() -> ConfigDict:
     # Dtype that restored parameters are rounded to: float32, bfloat16, float16, or '' for the
     # stored dtype.
     config.restore.dtype = Setting('float32', choices=('float32', 'bfloat16', 'float16', ''))
+    # Dtype of parameters that are not trained (optimizer.trainable, model.lora_rank, prompts), in memory
+    # and in checkpoints: bfloat16, or '' for float32.
+    config.restore.frozen_dtype = Setting('', choices=('bfloat16', ''))
 
     # Devices per axis of the mesh. -1 takes the remaining devices. The batch is split over data * fsdp.
     config.mesh = ConfigDict()

@@ -177,7 +177,7 @@ def check_adapters(
     if not is_base or restore.dtype not in ('float32', ''):
         raise Refused(
             f'restore.path={restore.path!r}, restore.dtype={restore.dtype!r}: {setting} needs just the parameters of a '
-            'checkpoint, in float32: set restore.only=target/.*, restore.strict=True'
+            'checkpoint, in float32: set restore.only=target/.*, restore.strict=True; restore.frozen_dtype rounds a base'
         )
     of_vocabulary = vocabulary_paths(config)
     has_new_rows = any(np.shape(leaf) != np.shape(index[path]) for path, leaf in leaves.items())

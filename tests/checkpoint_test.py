@@ -203,6 +203,10 @@ def test_parameters_in_another_dtype(tmp_path):
         assert (directory / 'target.embedding/0.0').stat().st_size in (24 * 16 * 2, 12 * 8 * 2)
     restored = checkpoint.restore(directory, shardings(mesh(2, 4)), 'float32')
     assert_same(restored, tree | {path: x.astype(np.float32) for path, x in narrow.items()})
+    saver = checkpoint.Saver(tmp_path / 'mixed', dtype='float32')  # widens none
+    saver.save(3, tree | narrow)
+    saver.wait()
+    assert_same(checkpoint.restore(saver.workdir / 'checkpoint_3'), tree | narrow)
 
 
 # Meshes

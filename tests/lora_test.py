@@ -140,7 +140,7 @@ def test_same_gradients_in_a_scan():
 def test_a_base_that_cannot_be(corpus, uninterrupted):
     for name, settings in [
         ('restore.path', {'path': ''}),
-        ('restore.dtype', {'dtype': 'bfloat16'}),
+        ('restore.frozen_dtype', {'dtype': 'bfloat16'}),
         ('restore.only', {'only': 'target/(?!decoder/decoder_norm).+'}),
         ('restore.only', {'only': 'target/encoder/.+', 'strict': False}),
     ]:
