@@ -27,8 +27,8 @@ import decode
 import kernels
 import model
 import partition
-from answers import programs, words
-from answers.batches import Answer, Ids, Question, in_batches, next_size, padded_rows
+from answers import batches, programs, words
+from answers.batches import Answer, Ids, Numbers, Question, in_batches, next_size, padded_rows
 from answers.options import OPTIONS, Decoding
 from answers.words import Array, Inputs, Prompts, are_texts, check_one_each
 from configs import check
@@ -165,17 +165,18 @@ class T5:
         self._check_decoder()
         return self._program(programs.logits)(self.arrays, self._features(batch))
 
-    def score(self, inputs: Inputs, targets: Inputs) -> NDArray:
+    def score(self, inputs: Inputs, targets: Inputs, numbers: Numbers = None) -> NDArray:
         """Return the log-likelihood of each target given its input, in nats, float32 [examples]: T5X's score_batch."""
         self._check_decoder()
         of_inputs = self._ids('inputs', inputs)
         of_targets = self._ids('targets', targets)
         check_one_each('targets', of_targets, of_inputs)
         questions = [Question(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
+        questions = words.with_numbers(questions, numbers)
         return np.concatenate(list(score_batch(self, questions)))
 
     def encode(
-        self, inputs: Inputs, *, trim: bool = False, batch_size: int = 32
+        self, inputs: Inputs, *, trim: bool = False, batch_size: int = 32, numbers: Numbers = None
     ) -> tuple[NDArray, NDArray]:
         """Return the encoder's outputs, float32 [examples, length, emb_dim], and their mask, bool [examples, length].
 
@@ -186,7 +187,7 @@ class T5:
         mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
         emb_dim = self.config.family.encoder_config(self.config).emb_dim
         outputs_bMD = np.zeros((*mask_bM.shape, emb_dim), np.float32)
-        questions = [Question(ids) for ids in encoded]
+        questions = words.with_numbers([Question(ids) for ids in encoded], numbers)
         outputs = in_batches(functools.partial(encode_batch, self), questions, batch_size)
         for i, outputs_MD in enumerate(outputs):
             mask_bM[i, : len(encoded[i])] = encoded[i] > 0
@@ -201,13 +202,15 @@ class T5:
         prompts: Prompts | None = None,
         allowed: str | Sequence | None = None,
         trim: bool = False,
+        numbers: Numbers = None,
         **changes: object,
     ) -> Generated:
         """Return the model's answers: texts if the inputs are texts, else lists of ids without EOS.
 
         `options`, with `changes` of its fields, such as beam_size=4, says how. By default an answer has the most likely
         token at each position. `prompts`, a text, ids or None for each input, begin the answers. `allowed` has the only
-        answers, or a list of them for each input. `trim` cuts texts of more than `max_input_length` tokens.
+        answers, or a list of them for each input. `trim` cuts texts of more than `max_input_length` tokens. `numbers`,
+        {name: a number for each input}, are for an own model that reads them.
 
         With `num_return` above 1, return a list of answers for each input, the best first; fewer if a beam search
         finds fewer, and -inf for their scores. `return_scores` returns `Answers`: texts, tokens and scores. A score is
@@ -224,6 +227,7 @@ class T5:
             changes['allowed'] = allowed
         decoding = dataclasses.replace(options, **changes)  # type: ignore[arg-type]
         questions = self._questions(decoding, inputs, prompts, trim)
+        questions = words.with_numbers(questions, numbers)
         texts: list = []
         tokens: list = []
         scores = np.full((len(questions), decoding.num_return), -np.inf, np.float32)
@@ -359,6 +363,7 @@ def answer_batch(
         'inputs_bM': inputs_bM,
         'prompt_bT': np.zeros((num_rows, room), np.int32),
         'lengths_b': np.zeros(num_rows, np.int32),  # rows of padding take no token
+        **batches.numbers_of(questions, inputs_bM),
     }
     batch['lengths_b'][: len(questions)] = decoding.max_length
     for i, question in enumerate(questions):
@@ -405,6 +410,7 @@ def score_batch(t5: T5, questions: Sequence[Question], num_rows: int = 0) -> Ite
         'encoder_input_tokens': inputs_bM,
         'decoder_input_tokens': np.pad(targets_rT[:, :-1], ((0, 0), (1, 0))),
         'decoder_target_tokens': targets_rT,
+        **batches.numbers_of(questions, inputs_bM),
     }
     scores_bc = t5._compute(programs.scores, batch).reshape(-1, num_choices)
     for i, question in enumerate(questions):
@@ -414,6 +420,7 @@ def score_batch(t5: T5, questions: Sequence[Question], num_rows: int = 0) -> Ite
 def encode_batch(t5: T5, questions: Sequence[Question], num_rows: int = 0) -> Iterator[NDArray]:
     """Yield the encoder's outputs of the inputs of each question: float32 [tokens, emb_dim]."""
     inputs_bM = t5._rows([question.inputs for question in questions], num_rows)
-    encoded_bMD = t5._compute(programs.encodings, {'encoder_input_tokens': inputs_bM})
+    batch = {'encoder_input_tokens': inputs_bM, **batches.numbers_of(questions, inputs_bM)}
+    encoded_bMD = t5._compute(programs.encodings, batch)
     for i, question in enumerate(questions):
         yield encoded_bMD[i, : len(question.inputs)].copy()  # without the padding

@@ -266,10 +266,14 @@ def token_table(config: T5Config) -> jax.Array:
 
 
 def start_decoding(
-    config: T5Config, inputs_bM: jax.Array, num_decodes: int = 1, is_beam_search: bool = False
+    config: T5Config,
+    inputs_bM: jax.Array,
+    num_decodes: int = 1,
+    is_beam_search: bool = False,
+    batch: Mapping[str, jax.Array] | None = None,
 ) -> Cache:
     """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each, without room for tokens."""
-    encoded_bMD, segments_bM, _ = encode(config, inputs_bM)
+    encoded_bMD, segments_bM, _ = encode(config, inputs_bM, batch=batch)
     of_inputs = config.parts.decoder(config, name='decoder').read_inputs(encoded_bMD)
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams

@@ -1,7 +1,7 @@
 """Questions of any number, computed in batches of few shapes. Imports no jax."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ LENGTH_MULTIPLE = 32  # for padding, because each length is compiled
 EXAMPLES_PER_CHUNK = 4096  # questions that `in_batches` sorts by length at a time
 
 Ids = Sequence[int] | NDArray
+Numbers = Mapping[str, Sequence[float]] | None  # {name: a number for each input}
 Result = TypeVar('Result')
 
 
@@ -21,6 +22,7 @@ class Question(NamedTuple):
     targets: Sequence | NDArray = ()  # to score: ids, or the ids of each choice
     number: int = 0  # samples depend on the seed and on this number
     prompt: Ids = ()  # begins the answers
+    numbers: Mapping[str, float] = {}  # for an own model
 
 
 class Answer(NamedTuple):
@@ -60,6 +62,16 @@ def in_batches(
             progress(len(indices))
         for i in range(len(chunk)):
             yield results[i]
+
+
+def numbers_of(questions: Sequence[Question], inputs_bM: NDArray) -> dict[str, NDArray]:
+    """Return {'encoder_NAME': float32 [b, M]}, each question's numbers at its inputs; 0 for padding."""
+    arrays: dict[str, NDArray] = {}
+    for i, question in enumerate(questions):
+        for name, value in question.numbers.items():
+            array = arrays.setdefault(f'encoder_{name}', np.zeros(inputs_bM.shape, np.float32))
+            array[i] = value * (inputs_bM[i] > 0)
+    return arrays
 
 
 def padded_rows(ids: Sequence[Ids], num_rows: int, multiple: int) -> NDArray:

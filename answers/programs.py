@@ -36,7 +36,9 @@ def scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
 
 def encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     inputs_bM = batch['encoder_input_tokens']
-    encoded_bMD, _, _ = model.apply(model.encode, params, config, inputs_bM)
+    encoded_bMD, _, _ = model.apply(
+        model.encode, params, config, inputs_bM, None, None, None, batch
+    )
     encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without the prompt of an own model
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
@@ -56,7 +58,9 @@ def answers(
         return model.apply(model.decode_step, params, config, tokens_r, cache)
 
     inputs_bM = batch['inputs_bM']
-    cache = model.apply(model.start_decoding, params, config, inputs_bM, num_decodes, has_beams)
+    cache = model.apply(
+        model.start_decoding, params, config, inputs_bM, num_decodes, has_beams, batch
+    )
     rows = {name: jnp.repeat(x, num_decodes, axis=0) for name, x in batch.items()}
     filters = filters_of(decoding, rows, ends)
     if has_beams:

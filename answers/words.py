@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from answers.batches import next_size
+from answers.batches import Numbers, Question, next_size
 from answers.options import Decoding, Text
 from messages import Refused
 from vocabulary import EOS_ID, UNK_ID, Vocabulary
@@ -57,7 +57,7 @@ def check_ids(name: str, ids: NDArray, end: int) -> None:
         raise Refused(f'{name} has ids {ids.min()} to {ids.max()}: must be 0 to {end - 1}')
 
 
-def check_one_each(name: str, values: Sequence, inputs: Sequence[NDArray]) -> None:
+def check_one_each(name: str, values: Sequence, inputs: Sequence) -> None:
     if len(values) != len(inputs):
         raise Refused(f'{name} has {len(values)} for {len(inputs)} inputs: give one for each')
 
@@ -167,3 +167,15 @@ def before_stop(
         while tokens and vocabulary.decode(tokens[:-1]).startswith(text):
             tokens = tokens[:-1]
     return text, tokens
+
+
+def with_numbers(questions: Sequence[Question], numbers: Numbers) -> list[Question]:
+    """Return the questions with their `numbers`."""
+    numbers = numbers or {}
+    for name, values in numbers.items():
+        check_one_each(f'numbers[{name!r}]', values, questions)
+    of_each = []
+    for i, question in enumerate(questions):
+        own = {name: float(values[i]) for name, values in numbers.items()}
+        of_each.append(question._replace(numbers=own))
+    return of_each

@@ -251,7 +251,9 @@ def read(name: str, examples: Iterable[RecordExample], request: Request, first: 
         if targets is None or request.encode:
             targets = np.zeros(0, np.int32)
         if number % request.num_shards == request.shard - 1:
-            part.examples.append(infer.Question(example.inputs, targets, number))
+            part.examples.append(
+                infer.Question(example.inputs, targets, number, numbers=example.numbers)
+            )
             part.written.append(written)
         part.num_examples += 1
         facts = [written, example.inputs, targets]

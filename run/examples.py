@@ -6,7 +6,7 @@ Imports no jax.
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ class RecordExample(NamedTuple):
     inputs: np.ndarray  # int32 [length]: ids, EOS included, at most data.lengths
     targets: np.ndarray | None  # the same; None for a line of a file without targets
     is_trimmed: bool = False  # a task's: its texts were longer than a row
+    numbers: Mapping[str, float] = {}  # a task's, for an own model
 
     def text(self, feature: str, vocabulary: Vocabulary) -> str:
         """Return the inputs or targets as text: from the record, or from the ids if it has none."""
@@ -90,7 +91,7 @@ def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[RecordE
         for tokenized in task.tokenize(group):
             fields = group[0].fields if task.source.is_tokenized else tokenized.texts
             for one in itertools.chain(*task.examples([tokenized])):
-                yield RecordExample(fields, one.inputs, one.targets, one.is_trimmed)
+                yield RecordExample(fields, one.inputs, one.targets, one.is_trimmed, one.numbers)
 
 
 def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:

@@ -139,7 +139,10 @@ class EvaluatedTask(NamedTuple):
             if not all(map(takes_scores, self.task.metric_fns)):
                 results = infer.in_batches(
                     functools.partial(infer.answer_batch, t5, self.decoding),
-                    [infer.Question(x.inputs, number=i) for i, x in enumerate(self.examples)],
+                    [
+                        infer.Question(x.inputs, number=i, numbers=x.numbers)
+                        for i, x in enumerate(self.examples)
+                    ],
                     batch_size,
                     progress,
                 )
@@ -283,12 +286,12 @@ def score(
 ) -> list[float]:
     """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
     choices = []
-    for _, group in itertools.groupby(examples, key=lambda example: example.inputs.tobytes()):
+    for _, group in itertools.groupby(examples, lambda x: (x.inputs.tobytes(), x.numbers)):
         same_inputs = list(group)
         for start in range(0, len(same_inputs), batch_size):
             part = same_inputs[start : start + batch_size]
             targets = [example.targets for example in part if example.targets is not None]
-            choices.append(infer.Question(part[0].inputs, targets))
+            choices.append(infer.Question(part[0].inputs, targets, numbers=part[0].numbers))
     most_choices = max(len(example.targets) for example in choices)
 
     score_batch = functools.partial(infer.score_batch, t5)

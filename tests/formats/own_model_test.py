@@ -607,3 +607,26 @@ def test_a_model_reads_numbers_of_examples(tmp_path):
     differs = abs(logits - of_t5).max(axis=(1, 2)) > 1e-3
     assert differs.tolist() == [i == 2 for i in range(8)]
     assert abs(gradient).min() > 0
+
+    # Answers take them too.
+    t5 = infer.T5(config, params, make_mesh(1, 1))
+    rows = (1, 2)
+    inputs = [np.trim_zeros(batch['encoder_input_tokens'][i]) for i in rows]
+    targets = [np.trim_zeros(batch['decoder_target_tokens'][i]) for i in rows]
+    scores = t5.score(inputs, targets, numbers={'domain': [0, 0.5]})
+    for i, row in enumerate(rows):
+        log_p = np.asarray(jax.nn.log_softmax(logits[row]))[np.arange(len(targets[i])), targets[i]]
+        assert scores[i] == pytest.approx(log_p.sum(), rel=1e-5)
+    answers = {}
+    for number in (0.0, 0.5):
+        numbers = {'domain': [number, number]}
+        answers[number] = t5.generate(inputs, max_length=4, return_scores=True, numbers=numbers)
+        tokens = answers[number].tokens
+        again = t5.score(inputs, tokens, numbers=numbers)
+        outputs, _ = t5.encode(inputs, numbers=numbers)
+        if not number:
+            np.testing.assert_array_equal(outputs, t5.encode(inputs)[0])
+        assert [len(ids) for ids in tokens] == [4, 4]  # no score of EOS
+        np.testing.assert_allclose(answers[number].scores, again, rtol=1e-5)
+    assert abs(answers[0.5].scores - answers[0.0].scores).min() > 1e-3
+    assert_refused(lambda: t5.generate(inputs, numbers={'domain': [1.0]}), "numbers['domain']")
