@@ -68,6 +68,7 @@ def numbers_of(questions: Sequence[Question], inputs_bM: NDArray) -> dict[str, N
     """Return {'encoder_NAME': float32 [b, M]}, each question's numbers at its inputs; 0 for padding."""
     arrays: dict[str, NDArray] = {}
     for i, question in enumerate(questions):
+        assert question.numbers.keys() == questions[0].numbers.keys(), 'inputs with other numbers'
         for name, value in question.numbers.items():
             array = arrays.setdefault(f'encoder_{name}', np.zeros(inputs_bM.shape, np.float32))
             array[i] = value * (inputs_bM[i] > 0)

@@ -257,6 +257,8 @@ def read(name: str, examples: Iterable[RecordExample], request: Request, first: 
             part.written.append(written)
         part.num_examples += 1
         facts = [written, example.inputs, targets]
+        if example.numbers:
+            facts.append(dict(example.numbers))
         content.update(json.dumps(facts, default=results.json_default).encode())
     if part.num_examples == 0:
         raise Refused(f'{name} has no example: name another split or file')

@@ -25,7 +25,7 @@ from sources import files, tables, value_at
 from sources.heads import check_head, open_unzipped, read_head
 from sources.templates import Template
 from stream import TokenizedTask
-from tasks.names import look_up
+from tasks.names import look_up, own_features
 from vocabulary import Ends, Vocabulary
 
 STANDARD_INPUT = '-'
@@ -100,6 +100,7 @@ class FileExamples:
             'targets': Template('data.targets', targets),
         }
         self.text_field = config.text_field if config.inputs else 'inputs'  # of a line of text
+        self.numbers = own_features(config).numbers
         self.header: list[str] = []  # a table's
         self.has_more = False  # of standard input: lines that are there and not read
 
@@ -154,7 +155,7 @@ class FileExamples:
         from sources import parquet  # pyarrow takes a while
 
         fields: list[str] = []  # all
-        if 'all' not in self.fields:
+        if 'all' not in self.fields and not self.numbers:
             fields = [*self.templates['inputs'].fields, *self.templates['targets'].fields]
             fields += self.fields
         try:
@@ -174,10 +175,12 @@ class FileExamples:
     def examples_of(self, rows: Sequence[tuple[int, str | dict]]) -> Iterator[RecordExample]:
         fields = []
         texts = []
+        numbers = []
         for number, row in rows:
             with named(f'{self.unit} {number} of {self.title}'):
                 fields.append(self.fields_of(row))
                 texts.append(self.texts_of(fields[-1]))
+                numbers.append(self.numbers_of(fields[-1]))
         every_text = [text for of_row in texts for text in of_row.values()]
         every_ids = iter(self.vocabulary.encode_as_arrays(every_text, glued_sentinels=True))
         for i, (number, _) in enumerate(rows):
@@ -187,7 +190,9 @@ class FileExamples:
                 whole = next(every_ids)
                 length = self.config.lengths[name]
                 ids[name] = ended(title, whole, self.vocabulary.ends, name, length, self.trim)
-            yield RecordExample(fields[i] | texts[i], ids['inputs'], ids.get('targets'))
+            yield RecordExample(
+                fields[i] | texts[i], ids['inputs'], ids.get('targets'), numbers=numbers[i]
+            )
 
     def fields_of(self, row: str | dict) -> dict:
         """Return the fields of a line, or of a row of Parquet."""
@@ -201,6 +206,17 @@ class FileExamples:
         if self.kind != 'jsonl' and not any(fields.values()):
             raise Refused('no text: remove it, each line or row is an example')
         return fields
+
+    def numbers_of(self, fields: dict) -> dict[str, float]:
+        """Return the numbers of the task's objective that a line has."""
+        numbers = {}
+        for name in self.numbers:
+            if name in fields:
+                try:
+                    numbers[name] = float(fields[name])
+                except (TypeError, ValueError) as error:
+                    raise Refused(f'{name} is {fields[name]!r:.40}: write a number') from error
+        return numbers
 
     def texts_of(self, fields: dict) -> dict[str, str]:
         """Return the inputs of a line and, if it has them, its targets. Numbers are written as in JSON."""

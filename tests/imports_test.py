@@ -46,7 +46,7 @@ CORE = {
     'main': 77,
     'train': 259,
     'loop': 304,
-    'model': 873,
+    'model': 877,
     'family': 90,
     'kernels': 260,
     'loss': 193,
@@ -59,7 +59,7 @@ CORE = {
     'validation': 270,
     'checkpoint': 538,
     'decode': 425,
-    'infer': 419,
+    'infer': 426,
     'messages': 50,
     'paths': 248,
     'randomness': 60,
@@ -172,7 +172,7 @@ def brought_by(name, late):
 
 @pytest.mark.parametrize(
     'name, max_files, max_lines, max_lines_late',
-    [('loop', 34, 7900, 7900), ('infer', 21, 4510, 8260), ('model', 7, 2095, 2095)],
+    [('loop', 34, 7900, 7900), ('infer', 21, 4510, 8300), ('model', 7, 2100, 2100)],
 )
 def test_how_much_an_import_brings(name, max_files, max_lines, max_lines_late):
     """Who wants to read or fork a part of the program reads what it imports."""

@@ -6,6 +6,8 @@ import shutil
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from jax.sharding import PartitionSpec as P
 from runs import ROOT, metrics_of, run, small_config, stop_after
@@ -20,6 +22,7 @@ import vocabulary as vocabularies
 from configs import base
 from data import TextToText
 from loss import LossConfig, Outputs
+from modes import infer_input
 from stream import Stream
 from tasks.objectives import OwnObjective
 
@@ -250,3 +253,28 @@ def test_a_class_that_says_otherwise_than_its_examples(changes, reason):
     record['fields'] = {'chosen_score': -1.0, 'rejected_score': -2.0}
     with pytest.raises(AssertionError, match=re.escape(reason)):
         objective.examples(['a'], [record], 0)
+
+
+@pytest.mark.parametrize('kind', ['jsonl', 'csv', 'parquet'])
+def test_a_column_of_numbers(tmp_path, kind):
+    rows = [{'inputs': f'a {i}', 'margin': value} for i, value in enumerate([0.5, -2])]
+    table = pa.Table.from_pylist(rows)
+    file = tmp_path / f'a.{kind}'
+    if kind == 'jsonl':
+        file.write_text('\n'.join(map(json.dumps, rows)))
+    elif kind == 'csv':
+        file.write_text('inputs,margin\na 0,0.5\na 1,-2\n')
+    else:
+        pq.write_table(table, file)
+    config = base.get_config().data
+    config.update(task='preferences', module=str(FILE))
+
+    def read():
+        vocabulary = vocabularies.ByteVocabulary()
+        lines = infer_input.FileExamples(str(file), config, vocabulary, False, False)
+        return [example.numbers for example in lines]
+
+    assert read() == [{'margin': 0.5}, {'margin': -2.0}]
+    if kind == 'csv':
+        file.write_text('inputs,margin\na 0,none\n')
+        assert_refused(read, 'margin')
