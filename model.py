@@ -608,10 +608,11 @@ class Attention(hk.Module):
         M the slots of the cache.
         """
         c = self.config
+        # T5X drops weights, of a key for all queries alike: dropping its values is the same and takes less work.
+        mask_shape = (c.num_heads, 1, v_bhKM.shape[-1])
+        v_bhKM = dropout(v_bhKM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         logits_bhTM = self.logits(q_bThK, k_bhKM)
         probs_bhTM = attention_weights(logits_bhTM, mask.dense(), relpos_1hTM, c.dtype)
-        mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
-        probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         heads_bhTK = jnp.einsum('bhTM,bhKM->bhTK', probs_bhTM, v_bhKM)
         return heads_bhTK.transpose(0, 2, 1, 3)
 

@@ -44,7 +44,7 @@ CORE = {
     'main': 77,
     'train': 235,
     'loop': 300,
-    'model': 865,
+    'model': 867,
     'family': 90,
     'kernels': 260,
     'loss': 160,
