@@ -13,10 +13,9 @@ from jax import lax
 
 import kernels
 
-# The digits of a segment's number, in base 8, are points on a circle: all exact in bfloat16, and a point times itself
-# is at least 132 more than a point times another one.
+# The digits of a segment's number, in base 8, as points on a circle: all exact in bfloat16, and a point times itself is
+# at least 132 more than a point times another one.
 POINTS = ((22, 0), (16, 16), (0, 22), (-16, 16), (-22, 0), (-16, -16), (0, -22), (16, -16))
-NUM_DIGITS = 4
 
 
 def attention(
@@ -42,9 +41,10 @@ def attention(
     if queries_bT.dtype == keys_bM.dtype == bool:
         lengths_b = (num_tokens(queries_bT), num_tokens(keys_bM))
     else:
-        q_bThK = with_codes(q_bThK, queries_bT)
-        k_bMhK = with_codes(k_bMhK, keys_bM)
-        v_bMhK = jnp.pad(v_bMhK, ((0, 0), (0, 0), (0, 0), (0, 2 * NUM_DIGITS)))
+        num_digits = 4 if keys_bM.shape[1] < 8**4 else 8  # cuDNN's heads have a multiple of 8
+        q_bThK = with_codes(q_bThK, queries_bT, num_digits)
+        k_bMhK = with_codes(k_bMhK, keys_bM, num_digits)
+        v_bMhK = jnp.pad(v_bMhK, ((0, 0), (0, 0), (0, 0), (0, 2 * num_digits)))
     if relpos_1hTM is not None:
         # JAX would take cuDNN's gradient of a bias that devices share for their sum, which it is not.
         q_bThK, relpos_1hTM = kernels.vary_alike(q_bThK, relpos_1hTM)
@@ -68,11 +68,10 @@ def num_tokens(is_token_bT: jax.Array) -> jax.Array:
     return jnp.maximum(is_token_bT.sum(axis=1, dtype=jnp.int32), 1)
 
 
-def with_codes(x_bThK: jax.Array, segments_bT: jax.Array) -> jax.Array:
-    """Return queries or keys with the points of their segments, [b, T, h, K + 2 * NUM_DIGITS]."""
-    shape = (*x_bThK.shape[:3], 2 * NUM_DIGITS)
-    powers_11d = len(POINTS) ** np.arange(NUM_DIGITS)[None, None]
-    digits_bTd = segments_bT[..., None] // powers_11d % len(POINTS)
+def with_codes(x_bThK: jax.Array, segments_bT: jax.Array, num_digits: int) -> jax.Array:
+    """Return queries or keys with the points of their segments, [b, T, h, K + 2 * num_digits]."""
+    digits_bTd = segments_bT[..., None] // 8 ** np.arange(num_digits)[None, None] % 8
+    shape = (*x_bThK.shape[:3], 2 * num_digits)
     codes_bT1C = jnp.array(POINTS, x_bThK.dtype)[digits_bTd].reshape(*shape[:2], 1, shape[3])
     return jnp.concatenate([x_bThK, jnp.broadcast_to(codes_bT1C, shape)], axis=-1)
 

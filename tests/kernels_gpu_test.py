@@ -95,18 +95,17 @@ def test_attention_is_the_plain_one(case, rows, sizes):
         np.testing.assert_allclose(x, y, rtol=0, atol=scale, err_msg=name)
 
 
-def test_the_code_of_a_segment_is_that_of_no_other():
+@pytest.mark.parametrize('start, num_digits', [(0, 4), (10**6, 8)])
+def test_the_code_of_a_segment_is_that_of_no_other(start, num_digits):
     """Keys of another segment have logits that are at least 128 less: their weights are 0 in float32."""
-    segments = np.arange(kernels.MAX_SEGMENTS)
-    codes = kernels_gpu.with_codes(
-        jnp.zeros((1, len(segments), 1, 0), jnp.bfloat16), segments[None]
-    )
-    codes = np.float32(codes)[0, :, 0]
+    segments = start + np.arange(8**4)
+    empty = jnp.zeros((1, 8**4, 1, 0), jnp.bfloat16)
+    codes = np.float32(kernels_gpu.with_codes(empty, segments[None], num_digits))[0, :, 0]
+    assert codes.shape[1] == 2 * num_digits and set(np.unique(np.abs(codes))) == {0, 16, 22}
     products = codes @ codes.T
     same = np.diag(products).copy()
     np.fill_diagonal(products, -np.inf)
     assert (same - products.max(axis=1)).min() >= 128
-    assert set(np.unique(np.abs(codes))) == {0, 16, 22}
 
 
 def test_devices_sum_the_gradient_of_a_bias_that_they_share(monkeypatch):
@@ -167,13 +166,13 @@ def test_on_which_devices_and_of_which_shapes_attention_is_fused(monkeypatch):
     with jax.sharding.use_abstract_mesh(make_mesh(1, 1).abstract_mesh):
         assert not fuses()
     monkeypatch.setattr(kernels, 'is_on_hopper', lambda: True)
-    assert fuses() and fuses(num_queries=2, num_keys=4094, head_dim=128)
+    assert fuses() and fuses(num_queries=2, num_keys=8192, head_dim=112)
     for change in (
         {'dtype': 'float32'},
         {'num_queries': 113},
         {'num_keys': 511},
-        {'num_keys': 4096},  # as many segments as codes, and padding
         {'head_dim': 12},
+        {'head_dim': 128},
         {'has_segments': False},  # in decoding
     ):
         assert not fuses(**change), change
