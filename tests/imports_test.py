@@ -47,7 +47,7 @@ CORE = {
     'model': 880,
     'family': 90,
     'kernels': 284,
-    'kernels_gpu': 106,
+    'kernels_gpu': 97,
     'loss': 160,
     'optimizer': 226,
     'partition': 198,
