@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 STAGE = 32  # longest dimension that XLA reduces in one loop
 FEW_ROWS = 64  # up to here, a kernel stored column by column is faster
 HOPPER = re.compile(r'NVIDIA G?H[12]00\b')
-MAX_HEAD_DIM = 112  # 16 less than the largest heads whose backward pass all cuDNN have
+MAX_HEAD_DIM = 112  # 128 with codes, the limit of cuDNN's older backward passes
 BLOCK = 128  # `top_k` first takes the maximum of each block
 
 

@@ -37,7 +37,7 @@ def attention(
     head_dim = q_bThK.shape[-1]
     k_bMhK = k_bhKM.transpose(0, 3, 1, 2)
     v_bMhK = v_bhKM.transpose(0, 3, 1, 2)
-    lengths_b: tuple = (None, None)  # of queries and keys
+    lengths_b: tuple = (None, None)  # queries and keys
     if queries_bT.dtype == keys_bM.dtype == bool:
         lengths_b = (num_tokens(queries_bT), num_tokens(keys_bM))
     else:
@@ -46,7 +46,7 @@ def attention(
         k_bMhK = with_codes(k_bMhK, keys_bM, num_digits)
         v_bMhK = jnp.pad(v_bMhK, ((0, 0), (0, 0), (0, 0), (0, 2 * num_digits)))
     if relpos_1hTM is not None:
-        # JAX would take cuDNN's gradient of a bias that devices share for their sum, which it is not.
+        # Devices may share the bias: JAX would take cuDNN's gradient for the sum over them, without a psum.
         q_bThK, relpos_1hTM = kernels.vary_alike(q_bThK, relpos_1hTM)
         relpos_1hTM = relpos_1hTM.astype(q_bThK.dtype)
     heads_bThK = jax.nn.dot_product_attention(
@@ -79,8 +79,8 @@ def with_codes(x_bThK: jax.Array, segments_bT: jax.Array, num_digits: int) -> ja
 def recomputed(f: Callable) -> Callable:
     """Return f, a cheap function of arrays; on Hopper, its gradient keeps the arrays alone.
 
-    Without barriers, XLA also keeps what it computed between. A barrier twice alike is one barrier. jax.checkpoint has
-    one around the gradient of the result as well, which is then written before it is used.
+    Without barriers, XLA also keeps intermediate arrays; it would merge equal ones, so the two differ. The barrier of
+    jax.checkpoint also holds the gradient of the result, which is then written once more.
     """
     return without_residuals(f) if kernels.is_on_hopper() else f
 

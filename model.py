@@ -305,7 +305,7 @@ class Mask(NamedTuple):
 def segment_mask(queries_bT, keys_bM, causal: bool = False) -> Mask:
     """Return the mask of the keys in a query's segment, if `causal` up to its position. Segment 0 is padding.
 
-    Segments that are bool instead of int32 are those of rows with padding at their ends alone.
+    Segments are int32, or bool for rows with padding only at their ends.
     """
     queries_b1T1 = queries_bT[:, None, :, None]
     keys_b11M = keys_bM[:, None, None, :]
@@ -612,7 +612,7 @@ class Attention(hk.Module):
         M the slots of the cache.
         """
         c = self.config
-        # T5X drops weights, of a key for all queries alike: dropping its values is the same and takes less work.
+        # T5X drops a key's weights for all queries at once: dropping its values is the same and takes less work.
         mask_shape = (c.num_heads, 1, v_bhKM.shape[-1])
         v_bhKM = dropout(v_bhKM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         has_own_logits = type(self).logits is not Attention.logits or c.float32_attention_logits

@@ -31,9 +31,12 @@ from modes.collectives import Computation, Instruction, called, executed, number
 from prepare import make_spec
 
 BATCH_SIZE = 256
-PEAKS = {'bf16': 750e12, 'f32': 375e12}  # FLOP/s of products on Hopper; those of float32 are TF32
+PEAKS = {'bf16': 750e12, 'f32': 375e12}  # FLOP/s of products on Hopper; float32 as TF32
 FREE = ('parameter', 'constant', 'bitcast', 'tuple', 'get-tuple-element', 'while', 'call')
-UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}  # in place, and their operand with the update
+UPDATES = {
+    'dynamic-update-slice': 1,
+    'scatter': 2,
+}  # updated in place; their operand with the update
 # The first pattern that matches a kernel's operation. Products and copies in layers are kinds of their own.
 KINDS = {
     'optimizer': r'^(?!.*/while/body/)',
@@ -46,7 +49,7 @@ KINDS = {
 FLAGS = flags.FLAGS
 flags.DEFINE_string('topology', 'h200:1', 'h100:N or h200:N.')
 flags.DEFINE_list('sizes', ['base'], 'Sizes of T5 1.1.')
-flags.DEFINE_integer('layers', 0, 'Layers of each stack; 0: those of the size.')
+flags.DEFINE_integer('layers', 0, 'Layers of each stack; 0: as many as the size has.')
 flags.DEFINE_string('pack', 'tightly', 'data.pack.')
 flags.DEFINE_string('text', '/dev/null', 'File for the compiled program.')
 
@@ -103,7 +106,7 @@ def bytes_read(x: Instruction, i: int, type: str, computations: dict[str, Comput
 
 def flops_of(x: Instruction, computation: Computation) -> float:
     shapes = [numbers(computation[name].type.partition(']')[0])[1:] for name in x.operands]
-    if '"__cudnn$fmha' in x.text:  # of [b, T, h, K]
+    if '"__cudnn$fmha' in x.text:  # arrays are [b, T, h, K]
         return (10.0 if 'Backward' in x.text else 4.0) * math.prod(shapes[0]) * shapes[1][1]
     if '"__cublas' not in x.text:
         return 0.0

@@ -96,7 +96,7 @@ def test_attention_is_the_plain_one(case, rows, sizes):
 
 
 @pytest.mark.parametrize('start, num_digits', [(0, 4), (10**6, 8)])
-def test_the_code_of_a_segment_is_that_of_no_other(start, num_digits):
+def test_segments_have_different_codes(start, num_digits):
     """Keys of another segment have logits that are at least 128 less: their weights are 0 in float32."""
     segments = start + np.arange(8**4)
     empty = jnp.zeros((1, 8**4, 1, 0), jnp.bfloat16)
@@ -173,7 +173,7 @@ def test_on_which_devices_and_of_which_shapes_attention_is_fused(monkeypatch):
         {'num_keys': 511},
         {'head_dim': 12},
         {'head_dim': 128},
-        {'has_segments': False},  # in decoding
+        {'has_segments': False},  # decoding
     ):
         assert not fuses(**change), change
 
