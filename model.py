@@ -35,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import kernels
+import kernels_gpu
 import partition
 from decode import Cache, KeysValues, LayerCache, add_writers, empty_cache, read_mask
 from family import Family, Options
@@ -200,8 +201,8 @@ def logits(
     """
     # Padding is segment 0 and sees nothing; an unpacked sequence is segment 1. As in T5X, targets mark
     # the decoder's padding: BOS in decoder_input_tokens is 0, too.
-    segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', 1)
-    segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', 1)
+    segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', True)
+    segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', True)
     table_vD = token_table(config)
     inputs_bM = batch['encoder_input_tokens']
     encoded_bMD, segments_bM, encoder_aux = encode(
@@ -313,7 +314,10 @@ class Mask(NamedTuple):
 
 
 def segment_mask(queries_bT, keys_bM, causal: bool = False) -> Mask:
-    """Return the mask of the keys in a query's segment, if `causal` up to its position. Segment 0 is padding."""
+    """Return the mask of the keys in a query's segment, if `causal` up to its position. Segment 0 is padding.
+
+    Segments are int32, or bool for rows with padding only at their ends.
+    """
     queries_b1T1 = queries_bT[:, None, :, None]
     keys_b11M = keys_bM[:, None, None, :]
     mask_b1TM = (queries_b1T1 == keys_b11M) & (queries_b1T1 > 0)
@@ -621,10 +625,14 @@ class Attention(hk.Module):
         M the slots of the cache.
         """
         c = self.config
+        # T5X drops a key's weights for all queries at once: dropping its values is the same and takes less work.
+        mask_shape = (c.num_heads, 1, v_bhKM.shape[-1])
+        v_bhKM = dropout(v_bhKM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
+        has_own_logits = type(self).logits is not Attention.logits or c.float32_attention_logits
+        if not has_own_logits and kernels.fuses_attention(q_bThK, k_bhKM, mask.queries_bT):
+            return kernels_gpu.attention(q_bThK, k_bhKM, v_bhKM, relpos_1hTM, *mask[1:])
         logits_bhTM = self.logits(q_bThK, k_bhKM)
         probs_bhTM = attention_weights(logits_bhTM, mask.dense(), relpos_1hTM, c.dtype)
-        mask_shape = (c.num_heads, 1, probs_bhTM.shape[-1])
-        probs_bhTM = dropout(probs_bhTM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         heads_bhTK = jnp.einsum('bhTM,bhKM->bhTK', probs_bhTM, v_bhKM)
         return heads_bhTK.transpose(0, 2, 1, 3)
 
@@ -685,15 +693,22 @@ class Mlp(hk.Module):
         initializer = c.parts.initializers.mlp
         activations = dict(c.parts.activations)
         width = partition.split(c.mlp_dim, 'model')
-        gates = []
-        for i, activation in enumerate(c.mlp_activations):
+        inputs = []
+        for i in range(len(c.mlp_activations)):
             name = 'wi' if len(c.mlp_activations) == 1 else f'wi_{i}'
             wi = c.parts.kernel(c, (c.emb_dim, width), initializer, c.dtype, name=name)
             x_bTf = checkpoint_name(wi('bTD,Df->bTf', x_bTD), 'projection')
-            gate_bTf = activations[activation](x_bTf)
-            assert gate_bTf.shape == x_bTf.shape, f'{activation} gave {gate_bTf.shape}'
-            gates.append(gate_bTf)
-        hidden_bTf = math.prod(gates)
+            inputs.append(x_bTf)
+
+        def multiply(*inputs):
+            gates = []
+            for activation, x_bTf in zip(c.mlp_activations, inputs, strict=True):
+                gate_bTf = activations[activation](x_bTf)
+                assert gate_bTf.shape == x_bTf.shape, f'{activation} gave {gate_bTf.shape}'
+                gates.append(gate_bTf)
+            return math.prod(gates)
+
+        hidden_bTf = kernels_gpu.recomputed(multiply)(*inputs)
         hidden_bTf = dropout(hidden_bTf, c.dropout_rate, rows_b, (1, c.mlp_dim), split_dim=2)
         wo = c.parts.kernel(c, (width, c.emb_dim), initializer, c.dtype, name='wo')
         partial_bTD = wo('bTf,fD->bTD', hidden_bTf)

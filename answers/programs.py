@@ -24,7 +24,12 @@ STEP_KERNELS = (
 
 
 def logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
-    return model.apply(model.logits, params, config, batch)[0]
+    # As unpacked rows, they could have padding at their ends alone.
+    segments = {
+        'encoder_segment_ids': jnp.ones_like(batch['encoder_input_tokens']),
+        'decoder_segment_ids': jnp.ones_like(batch['decoder_target_tokens']),
+    }
+    return model.apply(model.logits, params, config, {**segments, **batch})[0]
 
 
 def scores(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:

@@ -357,4 +357,5 @@ def measure_product(product: Product) -> float:
 
 if __name__ == '__main__':
     process.restart()
+    process.begin()  # the variables of main.py, for the processes of the contenders
     app.run(main)

@@ -196,6 +196,40 @@ def test_dropout_is_at_the_places_of_T5X(monkeypatch):
     assert found == expected
 
 
+def test_dropout_of_attention_drops_weights(tiny):
+    """As T5X does it: a key's weight is dropped for all queries of a head, and each row has its own mask."""
+    config = dataclasses.replace(tiny[0], dropout_rate=0.5)
+    rng = np.random.default_rng(0)
+    h, k = config.num_heads, config.head_dim
+    q_bThK, k_bhKM, v_bhKM, relpos_1hTM = [
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((3, 5, h, k), (3, h, k, 7), (3, h, k, 7), (1, h, 5, 7))
+    ]
+    segments_bM = np.array([[1, 1, 1, 2, 2, 2, 0]] * 3)
+    mask = model.segment_mask(segments_bM[:, 1:6], segments_bM)
+
+    def attend(*arrays):
+        attention = model.Attention(config, 0, name='attention')
+        return attention.attend(*arrays[:3], mask, arrays[3], None, jnp.arange(3))
+
+    def drop():
+        ones_bh1M = jnp.ones((3, h, 1, 7))
+        return model.dropout(ones_bh1M, 0.5, jnp.arange(3), (h, 1, 7), split_dim=1)
+
+    def compute(f, *arrays):
+        key = jax.random.key(0)
+        return np.asarray(as_one_device(hk.transform(f).apply, P())({}, key, *arrays))
+
+    logits_bhTM = np.einsum('bThK,bhKM->bhTM', q_bThK, k_bhKM) + relpos_1hTM
+    exps_bhTM = np.exp(logits_bhTM) * np.asarray(mask.dense())
+    probs_bhTM = exps_bhTM / exps_bhTM.sum(axis=-1, keepdims=True)
+    drops_bh1M = compute(drop)
+    assert 0.2 < (drops_bh1M == 0).mean() < 0.8 and len(np.unique(drops_bh1M, axis=0)) == 3
+    expected = np.einsum('bhTM,bhKM->bThK', probs_bhTM * drops_bh1M, v_bhKM)
+    found = compute(attend, q_bThK, k_bhKM, v_bhKM, relpos_1hTM)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 WIDE_BFLOAT16 = pytest.param({'dtype': 'bfloat16', 'head_dim': 128}, marks=pytest.mark.slow)
 
 

@@ -33,6 +33,14 @@ def shell(command, folder, **environment):
     )
 
 
+def test_random_numbers_of_gpus_come_from_a_kernel():
+    """A name that JAX does not know would cost a GPU 70 % of the time to the first step, and say nothing."""
+    read = 'import jax; print(jax.config.jax_threefry_gpu_kernel_lowering)'
+    command = [sys.executable, '-c', f'from modes import process; process.begin(); {read}']
+    found = subprocess.check_output(command, cwd=ROOT, env=ENVIRONMENT, text=True)
+    assert found == 'True\n'
+
+
 NOT_OPTIMIZED = 'Haiku needs assertions: run python without -O and PYTHONOPTIMIZE'
 
 
