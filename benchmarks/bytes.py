@@ -33,10 +33,7 @@ from prepare import make_spec
 BATCH_SIZE = 256
 PEAKS = {'bf16': 750e12, 'f32': 375e12}  # FLOP/s of products on Hopper; float32 as TF32
 FREE = ('parameter', 'constant', 'bitcast', 'tuple', 'get-tuple-element', 'while', 'call')
-UPDATES = {
-    'dynamic-update-slice': 1,
-    'scatter': 2,
-}  # updated in place; their operand with the update
+UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}  # write in place the operand of this index
 # The first pattern that matches a kernel's operation. Products and copies in layers are kinds of their own.
 KINDS = {
     'optimizer': r'^(?!.*/while/body/)',
@@ -134,10 +131,9 @@ def main(argv: list[str]) -> None:
         began = time.process_time()
         step = compile_step(size)
         cpu_seconds = time.process_time() - began
-        text = step.as_text() or ''
-        Path(FLAGS.text).write_text(text)
+        Path(FLAGS.text).write_text(step.as_text() or '')
         rows: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
-        for kind, costs in kernels_of(text, bandwidth):
+        for kind, costs in kernels_of(step.as_text() or '', bandwidth):
             rows[kind] += costs
             rows[size] += costs
         speed = BATCH_SIZE / rows[size][3] * 1e3
