@@ -196,8 +196,13 @@ def test_a_damaged_file_beside_the_checkpoints_does_not_change_a_run(
     tmp_path, uninterrupted, corpus, name
 ):
     """It continues to the same state or names the file; a report does so, too."""
+
+    def state_of(folder):
+        files = contents(folder / 'checkpoint_7')
+        return {name: files[name] for name in files.keys() - {'seconds.json', checkpoint.MANIFEST}}
+
     config = small_config(corpus, steps=7)
-    expected = contents(run(config, copied(uninterrupted, tmp_path / 'expected')) / 'checkpoint_7')
+    expected = state_of(run(config, copied(uninterrupted, tmp_path / 'expected')))
     older = tmp_path / name
     older.write_bytes((uninterrupted / name).read_bytes().replace(b'0', b'1'))
     if name == 'vocabulary.model':
@@ -214,4 +219,4 @@ def test_a_damaged_file_beside_the_checkpoints_does_not_change_a_run(
             refusal, _ = refusal_of(read)
             assert refusal is None or (str(folder) in refusal and name in refusal), refusal
         if refusal is None:
-            assert contents(folder / 'checkpoint_7') == expected
+            assert state_of(folder) == expected

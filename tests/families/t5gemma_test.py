@@ -203,14 +203,14 @@ PARTS = {
         {'full_every': 1000},
         {'attention_cap': 0.0},
         {'logits_cap': 0.0},
-        {'query_pre_attn_scalar': 0.0},
+        {'query_pre_attn_scalar': 0},
         {'rope_theta': 100.0},
     ],
     't5gemma2': [
         {'window': 1000},
         {'window': 7},  # the encoder then sees a key more to its left
         {'full_every': 1000},
-        {'query_pre_attn_scalar': 0.0},
+        {'query_pre_attn_scalar': 0},
         {'full_rope_theta': 1e4},
         {'full_rope_factor': 8.0},
         {'eoi_id': 5},
