@@ -58,7 +58,6 @@ OPTIONS = {
     'attention_cap': 'attn_logit_softcapping',
     'logits_cap': 'final_logit_softcapping',
     'window': 'sliding_window',
-    'query_pre_attn_scalar': 'query_pre_attn_scalar',
     'full_every': 'sliding_window_pattern',
 }
 FLAX_ATTENTIONS = {'attn': 'self_attn', 'cross_attn': 'cross_attn'}
@@ -152,7 +151,9 @@ def _config(
     for option, name in OPTIONS.items():
         if name in encoder:
             options[option] = encoder[name] or 0
-    options.setdefault('query_pre_attn_scalar', 256)
+    scalars = {x: of_stack.get('query_pre_attn_scalar', 256) for x, of_stack in given.items()}
+    if scalars != {x: of_stack['head_dim'] for x, of_stack in sizes.items()}:
+        options['query_pre_attn_scalar'] = scalars['encoder']
     if LAYER_TYPES[True] in (encoder.get('layer_types') or ()):
         options['full_every'] = encoder['layer_types'].index(LAYER_TYPES[True]) + 1
     ropes = [_rope(module, of_stack) for of_stack in given.values()]

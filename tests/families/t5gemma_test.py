@@ -536,7 +536,7 @@ def test_flax_arrays(name, is_wide_gate):
         name: options[name] for name in found if 'num' in name or 'dim' in name
     }
     assert (found['attention_cap'], found['window']) == (50.0, 4096)
-    assert found['query_pre_attn_scalar'] == config.head_dim
+    assert found['query_pre_attn_scalar'] == 0
     assert arrays.keys() == model.shapes(config).keys()
     for path, x in arrays.items():
         np.testing.assert_array_equal(x, expected.arrays[path])
