@@ -380,22 +380,32 @@ def test_slots_are_split_like_their_parameters(name, params):
     assert num_split >= 2
 
 
+def by_formula(x, beta1, beta2, update_of):
+    """Return a parameter after three steps. `update_of`: a function of it, Adam's moments and the count of steps."""
+    p = x.astype(np.float64)
+    m = v = 0.0
+    for step in range(3):
+        g = np.sin(3 * p + step)
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        p = p - schedule(step) * update_of(p, m, v, step + 1)
+    return p
+
+
 def test_adamw_is_its_formula(params):
     """The tolerance can tell these betas and this decay from others."""
     beta1, beta2, decay, epsilon = 0.7, 0.9, 0.5, 0.1
     config = optimizer_config(name='adamw')
     config.adamw.update(beta1=beta1, beta2=beta2, weight_decay=decay, epsilon=epsilon)
     found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
+
+    def update_of(p, m, v, count):
+        u = m / (1 - beta1**count) / (np.sqrt(v / (1 - beta2**count)) + epsilon)
+        return u + decay * p
+
     for path, x in params.items():
-        p = x.astype(np.float64)
-        m = v = 0.0
-        for step in range(3):
-            g = np.sin(3 * p + step)
-            m = beta1 * m + (1 - beta1) * g
-            v = beta2 * v + (1 - beta2) * g**2
-            u = m / (1 - beta1 ** (step + 1)) / (np.sqrt(v / (1 - beta2 ** (step + 1))) + epsilon)
-            p = p - schedule(step) * (u + decay * p)
-        assert_close({path: found[path]}, {path: p}, 1e-5)
+        expected = by_formula(x, beta1, beta2, update_of)
+        assert_close({path: found[path]}, {path: expected}, 1e-5)
 
 
 def test_adamw_in_proportion_is_that_of_nanoT5(params):  # noqa: N802
@@ -409,20 +419,19 @@ def test_adamw_in_proportion_is_that_of_nanoT5(params):  # noqa: N802
     config.adamw.update(multiply_by_parameter_scale=True, decay_norms=False)
     params['token_embedder/embedding'] = params['encoder/relpos_bias/rel_embedding'] * 1e-5
     found, _ = train_state(optimizer.make_optimizer(config, schedule), params, 3)
+
+    def update_of(p, m, v, count):
+        correction = np.sqrt(1 - beta2**count) / (1 - beta1**count)
+        rms = np.linalg.norm(p) / p.size**0.5
+        return correction * max(1e-3, rms) * m / np.sqrt(v)
+
+    def decayed_update_of(p, *others):
+        return update_of(p, *others) + decay * p
+
     for path, x in params.items():
-        p = x.astype(np.float64)
-        m = v = 0.0
-        for step in range(3):
-            g = np.sin(3 * p + step)
-            m = beta1 * m + (1 - beta1) * g
-            v = beta2 * v + (1 - beta2) * g**2
-            correction = np.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
-            rms = np.linalg.norm(p) / p.size**0.5
-            u = correction * max(1e-3, rms) * m / np.sqrt(v)
-            if path.endswith(('kernel', 'embedding')) and 'rel_' not in path:
-                u = u + decay * p
-            p = p - schedule(step) * u
-        assert_close({path: found[path]}, {path: p}, 1e-6)
+        is_decayed = path.endswith(('kernel', 'embedding')) and 'rel_' not in path
+        expected = by_formula(x, beta1, beta2, decayed_update_of if is_decayed else update_of)
+        assert_close({path: found[path]}, {path: expected}, 1e-6)
 
 
 MATRICES = {
