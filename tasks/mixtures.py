@@ -292,3 +292,8 @@ class Mixture:
 
 def name_of(member: str | Task | Mixture) -> str:
     return member if isinstance(member, str) else member.name
+
+
+def tasks_of(row: Task | Mixture) -> dict[str, Task]:
+    """Return {name: task} of a task or mixture."""
+    return {row.name: row} if isinstance(row, Task) else row.tasks

@@ -4,7 +4,7 @@ Imports no jax.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
@@ -12,7 +12,7 @@ import data
 import user_code
 from messages import Refused
 from tasks import objectives
-from tasks.mixtures import Mixture, Task
+from tasks.mixtures import Mixture, Task, tasks_of
 from tasks.objectives import OBJECTIVES, OwnFeatures
 from tasks.t5 import table
 
@@ -44,15 +44,11 @@ def look_up(
 
 def own_features(data_group: ConfigDict) -> OwnFeatures:
     """Return the features of a batch that the objectives of data.module add. Opens no records."""
-    members: Iterable[Task] = ()
     row = None
     if data_group.module:
         row = look_up(data_group.task, data_group.module)
-    if isinstance(row, Task):
-        members = [row]
-    elif row is not None:
-        members = row.tasks.values()
-    return objectives.own_features([task.objective_class for task in members])
+    members = {} if row is None else tasks_of(row)
+    return objectives.own_features([task.objective_class for task in members.values()])
 
 
 def features(data_group: ConfigDict) -> dict[str, tuple[int, str]]:

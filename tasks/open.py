@@ -18,7 +18,7 @@ from sources import NO_SPLIT
 from sources.templates import templates_of
 from stream import OpenMixture, OpenTask
 from tasks import metrics
-from tasks.mixtures import MetricFn, Mixture, Task, settings_of_a_row
+from tasks.mixtures import MetricFn, Mixture, Task, settings_of_a_row, tasks_of
 from tasks.names import look_up, own_tasks, takes_documents, unknown
 from tasks.objectives import OBJECTIVES
 from tasks.t5 import table
@@ -189,11 +189,6 @@ def other_versions(mixture: OpenMixture) -> list[str]:
                 f'{row.tfds} is not prepared: {task.name} reads {task.source.description}.'
             )
     return lines
-
-
-def tasks_of(row: Task | Mixture) -> dict[str, Task]:
-    """Return {name: task} of a task or mixture."""
-    return {row.name: row} if isinstance(row, Task) else row.tasks
 
 
 def open_tasks(mixture: Mixture, data_group: ConfigDict) -> list[OpenTask]:
