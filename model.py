@@ -88,6 +88,7 @@ class T5Config:
     logits_via_embedding: bool  # True: tied, and the logits are divided by sqrt(emb_dim)
     float32_attention_logits: bool
     relpos_bias_per_layer: bool  # False: the layers of a stack share one table
+    logits_dtype: str = 'float32'
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128  # farther positions share the last bucket
     lora_rank: int = 0  # 0: no adapters
@@ -525,12 +526,14 @@ def decoder_logits(c, x_bTD, table_vD, rows_b):
     x_bTD = c.parts.norm(c, name='decoder_norm')(x_bTD)
     x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
     check_output('decoder_norm', x_bTD, x_bTD.shape, jnp.float32)
-    x_bTD = x_bTD.astype(jnp.float32)
+    x_bTD = x_bTD.astype(c.logits_dtype)
     if c.logits_via_embedding:
-        return kernels.einsum('bTD,vD->bTv', x_bTD, table_vD) / jnp.sqrt(c.emb_dim)
+        logits_bTv = kernels.einsum('bTD,vD->bTv', x_bTD, table_vD.astype(c.logits_dtype))
+        return logits_bTv.astype(jnp.float32) / jnp.sqrt(c.emb_dim)
     shape = (c.emb_dim, partition.split(c.vocab_size, 'model'))
-    kernel = c.parts.kernel(c, shape, c.parts.initializers.logits, 'float32', name='logits_dense')
-    return kernel('bTD,Dv->bTv', x_bTD)
+    initializer = c.parts.initializers.logits
+    kernel = c.parts.kernel(c, shape, initializer, c.logits_dtype, name='logits_dense')
+    return kernel('bTD,Dv->bTv', x_bTD).astype(jnp.float32)
 
 
 @dataclasses.dataclass

@@ -7,7 +7,7 @@ from setuptools import setup
 
 setup(
     name='t5-haiku',
-    version='0.2.0',
+    version='0.3.0',
     license='Apache-2.0',
     python_requires='>=3.11',
     packages=['t5_in_haiku'],

@@ -446,6 +446,28 @@ def test_each_layer_of_umt5_has_its_relative_positions():
     assert np.abs(apply_logits(apart)(params, batch) - expected).max() > 1e-3
 
 
+def test_logits_in_bfloat16(tiny):
+    """Their factors and their sums are rounded, and nothing else."""
+    config, params, logits_of = tiny
+    path = 'decoder/logits_dense/kernel'
+    batch = random_batch(0)
+    identity = jnp.eye(*params[path].shape)
+    x_bTD = logits_of({**params, path: identity}, batch)[..., : config.emb_dim]
+    factors = [x.astype(jnp.bfloat16).astype(np.float32) for x in (x_bTD, params[path])]
+    expected = np.einsum('bTD,Dv->bTv', *factors)
+    rounded = apply_logits(dataclasses.replace(config, logits_dtype='bfloat16'))(params, batch)
+    assert rounded.dtype == np.float32
+    assert np.array_equal(rounded, rounded.astype(jnp.bfloat16).astype(np.float32))
+    np.testing.assert_allclose(rounded, expected, rtol=2**-8, atol=1e-5)
+
+    tied = model_config(logits_via_embedding=True)
+    params = random_params(tied)
+    expected = apply_logits(tied)(params, batch)
+    rounded = apply_logits(dataclasses.replace(tied, logits_dtype='bfloat16'))(params, batch)
+    error = np.abs(rounded - expected).max() / np.abs(expected).max()
+    assert 1e-4 < error < 1e-2
+
+
 @pytest.mark.slow
 def test_one_step_in_bfloat16():
     config = base.get_config()
