@@ -114,4 +114,6 @@ def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
     if config.module or config.lora_rank:
         return {}
     dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
-    return dtypes | dict.fromkeys(dtypes.keys() & {'decoder/logits_dense/kernel'}, config.logits_dtype)
+    return dtypes | dict.fromkeys(
+        dtypes.keys() & {'decoder/logits_dense/kernel'}, config.logits_dtype
+    )

@@ -37,10 +37,10 @@ COSINE = 'constant * linear_warmup_from_half * cosine_decay'
 ADAMW = {'optimizer.name': 'adamw', 'optimizer.adamw.weight_decay': 0.0}
 IN_PROPORTION = {'optimizer.adamw.multiply_by_parameter_scale': True}
 CONTENDERS = {
-    'Adafactor, rsqrt': Contender(RSQRT, {}, (0.05, 0.1, 0.2)),
-    'Adafactor, cosine': Contender(COSINE, {}, (0.015, 0.03, 0.06)),
-    'AdamW, cosine': Contender(COSINE, ADAMW, (0.001, 0.003, 0.01)),
-    'AdamW in proportion, cosine': Contender(COSINE, ADAMW | IN_PROPORTION, (0.01, 0.02, 0.04)),
+    'Adafactor, rsqrt': Contender(RSQRT, {}, (0.025, 0.05, 0.1)),
+    'Adafactor, cosine': Contender(COSINE, {}, (0.03, 0.06, 0.12)),
+    'AdamW, cosine': Contender(COSINE, ADAMW, (0.0003, 0.001, 0.003)),
+    'AdamW in proportion, cosine': Contender(COSINE, ADAMW | IN_PROPORTION, (0.02, 0.04, 0.08)),
     'Muon, cosine': Contender(
         COSINE, ADAMW | IN_PROPORTION | {'optimizer.name': 'muon'}, (0.04, 0.08, 0.16)
     ),

@@ -83,7 +83,8 @@ def settings() -> ConfigDict:
     config.model.logits_via_embedding = False
     # True computes attention logits in float32, whatever model.dtype is.
     config.model.float32_attention_logits = False
-    # Dtype of the product that makes the decoder's logits. T5X's is float32; bfloat16 saves 4 % of a GPU's step.
+    # Dtype of the product that makes the decoder's logits: T5X's float32, or bfloat16, which takes about 3 % off
+    # the step of base on an H200.
     config.model.logits_dtype = Setting('float32', choices=('float32', 'bfloat16'))
     # True gives each layer its own relative position bias (umT5).
     config.model.relpos_bias_per_layer = False
