@@ -340,7 +340,7 @@ class Encoder(hk.Module):
 
     config: T5Config
     name: str
-    batch: Mapping[str, jax.Array] | None = None  # with the numbers of examples; not in decoding
+    batch: Mapping[str, jax.Array] | None = None  # with the numbers of examples
 
     @hk.name_like('__call__')
     def embed(self, tokens_bT, segments_bT, table_vD):

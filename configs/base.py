@@ -215,7 +215,7 @@ def settings() -> ConfigDict:
     config.data.lengths.inputs = Setting(512, SIZE)
     # Tokens of the targets of each row.
     config.data.lengths.targets = Setting(114, SIZE)
-    # Packing of examples that share a row in training: tightly, greedily (as SeqIO), or no.
+    # Packing of examples that share a row: tightly, greedily (as SeqIO), or no.
     config.data.pack = Setting('tightly', choices=('no', 'greedily', 'tightly'))
     # Whether documents are concatenated before they are cut into rows: yes, no, or auto, as in T5: all
     # objectives but prefix_lm, deshuffling and principle_sentences do.

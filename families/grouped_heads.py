@@ -36,8 +36,8 @@ def modules(family):
         def attend(self, q_bThK, k_bhKM, v_bhKM, *others):
             group_size, rest = divmod(q_bThK.shape[2], k_bhKM.shape[1])
             if rest:
-                raise ValueError(
-                    f'model.options.num_kv_heads={self.config.options.num_kv_heads} must divide '
+                raise Refused(
+                    f'model.options.num_kv_heads={self.config.options.num_kv_heads}: must divide '
                     f'model.num_heads={self.config.num_heads}'
                 )
             k_bhKM = jnp.repeat(k_bhKM, group_size, axis=1)

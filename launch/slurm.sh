@@ -5,7 +5,7 @@
 #
 # One process runs on each node, with all of its GPUs. This checkout, its .venv, the data and the workdir
 # lie on a disk that all nodes see. Five minutes before its time is over, SLURM tells the run to stop: it
-# saves its step, goes back into the queue, and goes on from there when it is started again.
+# saves its step, goes back into the queue, and resumes from there when it is started again.
 
 #SBATCH --job-name=t5
 #SBATCH --nodes=2

@@ -8,7 +8,7 @@
 # REPOSITORY is what the VMs clone. The workdir is in a bucket that their service account may write, or on
 # a disk that all of them see. JAX asks the VM for the other processes of its slice: no flag names them.
 # `run` starts or continues a run; what process 0 prints is in run.log on the first VM, and here. A VM that
-# is maintained or preempted ends all processes with status 1: the same command goes on.
+# is maintained or preempted ends all processes with status 1: the same command resumes.
 set -eu
 if [ $# -lt 3 ]; then
   sed -n '4,6s/# *//p' "$0" >&2

@@ -441,6 +441,11 @@ def test_a_config_that_may_not_be_read(open_path):
 COMMANDS = [
     (f'{TINY} --config.train.steps=0', 'train.steps=0', 2),
     (f'{TINY} --config.train.stepz=3', 'stepz', 2),
+    (
+        f'{TINY} --config.model.module=grouped_heads --config.model.options.num_kv_heads=3',
+        'model.options.num_kv_heads=3',
+        2,
+    ),
     ('--config=./steps.py', 'train.steps=0', 2),
     ('--config=../{here}/steps.py', 'train.steps=0', 2),
     ('--config=~/steps.py', 'train.steps=0', 2),
