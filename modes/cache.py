@@ -1,9 +1,9 @@
 """`--mode=cache`: tokenize tasks to disk once, as SeqIO's task caches.
 
-Each task has passes, each over some of its files; a pass has shards, which are as independent as
-the lanes of a batch, so that processes and machines share them. A complete shard is renamed to its
-name, and its statistics are written to `.progress`. The process that finds all of them there
-completes the cache. Imports no jax.
+Each task has passes, each over some of its files. A pass has shards, which are as independent as the
+lanes of a batch, so that processes and machines can share them. A complete shard gets its final name,
+and its statistics go to `.progress`. The process that finds all statistics there completes the cache.
+Imports no jax.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ PROGRESS = '.progress'  # the folder of the statistics of finished shards
 class ShardJob(NamedTuple):
     """One shard of one pass over a task: it writes one file for each of `splits`."""
 
-    folder: Path  # of the task's cache
+    folder: Path  # the cache of the task
     task: str
     splits: tuple[str, ...]
     shard: int
@@ -60,7 +60,7 @@ class ShardJob(NamedTuple):
         return self.folder / f'{split}.tfrecord-{self.shard:05}-of-{self.num_shards:05}'
 
     def statistics_file(self, split: str) -> Path:
-        """Return the file that has the statistics of the shard until the cache is complete."""
+        """Return the file with the statistics of the shard until the cache is complete."""
         return self.folder / PROGRESS / f'{self.file(split).name}.json'
 
 
@@ -73,10 +73,10 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 
 
 def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
-    """Cache what config.task names, part `part` of it, below the first of config.cache_dirs.
+    """Cache part `part` of config.task below the first of config.cache_dirs. Return the lines to print.
 
-    `config`: config.data. Tasks and shards that an earlier call finished are skipped. Return what to
-    print at the end. Raises Refused where another cache is in the way.
+    `config`: config.data. Skips tasks and shards that an earlier call finished. Raises Refused if
+    another cache is in the way.
     """
     config = config.copy_and_resolve_references()
     if not cache_roots(config):
@@ -108,11 +108,11 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
         with alone_in(folder):  # several parts may begin or end at once
             prepare_folder(folder, tokenized_task, vocabulary)
         jobs[folder] = jobs_of(folder, tokenized_task)
-    missing = []
+    unfinished_jobs = []
     for job in [*itertools.chain(*jobs.values())][part - 1 :: num_parts]:
         if not all(job.statistics_file(split).exists() for split in job.splits):
-            missing.append(job)
-    run_jobs(config, missing)
+            unfinished_jobs.append(job)
+    run_jobs(config, unfinished_jobs)
     for folder in jobs:
         with alone_in(folder):
             messages.append(complete(folder, jobs[folder]))
@@ -120,7 +120,7 @@ def cache(config: ConfigDict, part: int = 1, num_parts: int = 1) -> list[str]:
 
 
 def jobs_of(folder: Path, task: TokenizedTask) -> list[ShardJob]:
-    """Return all shards of a task: their number depends on its files alone.
+    """Return all shards of a task: their number depends only on its files.
 
     Without files for validation, one pass writes both splits.
     """
@@ -133,11 +133,11 @@ def jobs_of(folder: Path, task: TokenizedTask) -> list[ShardJob]:
     jobs = []
     for splits, part in passes:
         num_bytes = sum(file.num_bytes for file in source.files if file.split in splits)
-        most = MAX_SHARDS
+        max_shards = MAX_SHARDS
         if isinstance(part, GzippedFiles):
             num_bytes *= COMPRESSION
-            most = len(part.names)
-        num_shards = min(max(num_bytes // BYTES_PER_SHARD, 1), most)
+            max_shards = len(part.names)
+        num_shards = min(max(num_bytes // BYTES_PER_SHARD, 1), max_shards)
         for shard in range(num_shards):
             jobs.append(ShardJob(folder, task.name, tuple(splits), shard, num_shards))
     return jobs
@@ -146,7 +146,7 @@ def jobs_of(folder: Path, task: TokenizedTask) -> list[ShardJob]:
 class ShardWriter:
     """Writes the examples of one shard of one split, and counts them as SeqIO's stats do.
 
-    The end of `unfinished` gives the files their names.
+    The files get their names when `unfinished` closes.
     """
 
     def __init__(self, job: ShardJob, split: str, unfinished: contextlib.ExitStack):
@@ -191,12 +191,12 @@ class ShardWriter:
         index.write(np.array(entry, '<i8').tobytes())
 
     def finish(self) -> None:
-        """Record that the files, which have their names by now, are complete."""
+        """Record that the files are complete; they already have their names."""
         paths.replace_file(self._statistics_file, json.dumps(self._statistics).encode())
 
 
 def write_shard(task: TokenizedTask, job: ShardJob) -> Iterator[int]:
-    """Write the files of a shard. Yield the number of new examples now and then."""
+    """Write the files of a shard. Yield the number of examples in each group of records."""
     records = records_of(task.source, job)
     with contextlib.ExitStack() as unfinished:
         writers = {split: ShardWriter(job, split, unfinished) for split in job.splits}
@@ -224,19 +224,19 @@ def records_of(source: Source, job: ShardJob) -> Iterator[tuple[str, Record]]:
 
 
 def run_jobs(config: ConfigDict, jobs: Sequence[ShardJob]) -> None:
-    """Write shards in processes of their own, and show their progress. Raise an error that one sends."""
+    """Write shards in worker processes, and show their progress. Raise an error that one sends."""
     num_processes = min(config.num_workers or os.cpu_count() or 1, len(jobs))
     context = multiprocessing.get_context('spawn')
     processes = []
     connections: list[Connection] = []
     for i in range(num_processes):
-        own_end, workers_end = context.Pipe(duplex=False)
+        receiver, workers_end = context.Pipe(duplex=False)
         arguments = (config, jobs[i::num_processes], workers_end)
         process = context.Process(target=write_shards, args=arguments, daemon=True)
         process.start()
         workers_end.close()
         processes.append(process)
-        connections.append(own_end)
+        connections.append(receiver)
     num_examples = 0
     num_done = 0
     try:
@@ -275,14 +275,14 @@ def write_shards(config: ConfigDict, jobs: Sequence[ShardJob], connection: Conne
 
 def vocabulary_of(config: ConfigDict) -> Vocabulary:
     """Return the vocabulary that `config`, config.data, names."""
-    named = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
-    vocabulary = add_tokens(named, config.added_tokens)
+    vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
+    vocabulary = add_tokens(vocabulary, config.added_tokens)
     mark_sentinels(vocabulary, config.sentinels)
     return vocabulary
 
 
 def reports(config: ConfigDict, jobs: Sequence[ShardJob]) -> Iterator[tuple[int, int, list[str]]]:
-    """Write shards. Yield the new examples, new shards and lines left out, of each group of records."""
+    """Write shards. Yield the numbers of new examples and new shards, and the skipped lines, of each group of records."""
     vocabulary = vocabulary_of(config)
     members = tasks.open.tasks_of(tasks.open.find(config))
     opened: dict[str, TokenizedTask] = {}
@@ -297,7 +297,7 @@ def reports(config: ConfigDict, jobs: Sequence[ShardJob]) -> Iterator[tuple[int,
 
 
 def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) -> None:
-    """Make the folder of a cache, or check that it holds a part of the same cache."""
+    """Create the folder of a cache, or check that it holds a part of the same cache."""
     content = {
         'fingerprint': task.source.fingerprint,
         'vocabulary_hash': vocabulary.hash,
@@ -314,13 +314,13 @@ def prepare_folder(folder: Path, task: TokenizedTask, vocabulary: Vocabulary) ->
             paths.replace_file(folder / name, model)
         return
     old = task_cache.read_json(file)
-    changed = [name for name, value in content.items() if old.get(name) != value]
-    if changed:
-        raise Refused(f'{folder} is of other data ({", ".join(changed)} changed): remove it')
+    changes = [name for name, value in content.items() if old.get(name) != value]
+    if changes:
+        raise Refused(f'{folder} has other data ({", ".join(changes)} changed): remove it')
 
 
 def complete(folder: Path, jobs: Sequence[ShardJob]) -> str:
-    """Complete a cache if it has all shards. Return what to print."""
+    """Complete a cache if it has all shards. Return the line to print."""
     statistics: dict[str, list[dict[str, int]]] = {}
     num_missing = 0
     for job in jobs:
@@ -333,12 +333,12 @@ def complete(folder: Path, jobs: Sequence[ShardJob]) -> str:
     name = jobs[0].task
     if num_missing and not (folder / 'COMPLETED').exists():
         return (
-            f'{name}: {num_missing:,} files are still missing, those of other parts: the last part '
-            '(--shard) to end completes the cache.'
+            f'{name}: {num_missing:,} files of other parts are still missing: the last part (--shard) '
+            'to end completes the cache.'
         )
     if not num_missing:
-        for split, of_shards in statistics.items():
-            task_cache.write_info(folder, split, of_shards)
+        for split, statistics_of_shards in statistics.items():
+            task_cache.write_info(folder, split, statistics_of_shards)
         (folder / 'COMPLETED').touch()
         shutil.rmtree(folder / PROGRESS, ignore_errors=True)
         for unfinished in folder.glob('.*.unfinished*'):  # left by killed calls

@@ -1,7 +1,7 @@
 """The collectives of a compiled program: what moves, over which axes of the mesh, how often.
 
-XLA's own counts take the body of a loop once. Here the text of the optimized program is followed as
-it runs: the body of a loop counts as often as the loop turns.
+XLA's own counts include the body of a loop once. This file follows the text of the optimized program
+as it runs, and counts the body in each iteration.
 """
 
 import math
@@ -17,7 +17,7 @@ import partition
 KINDS = ('all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'collective-permute')
 
 # A collective that a TPU hides behind other work is in the computations of three fusions: the start,
-# one with that work, and 'async-collective-done'. The first is counted.
+# one with that work, and 'async-collective-done'. Only the first is counted.
 ASYNC_START = 'async-collective-start'
 
 
@@ -25,7 +25,7 @@ class Instruction(NamedTuple):
     """A line of a program."""
 
     name: str
-    type: str  # the result's, such as 'f32[8,128]{1,0}', or several in parentheses
+    type: str  # result type, such as 'f32[8,128]{1,0}', or several in parentheses
     opcode: str
     operands: list[str]  # their names
     text: str  # the operands and the rest of the line
@@ -38,8 +38,8 @@ class Collective(NamedTuple):
     """Arrays that a step moves in the same way."""
 
     kind: str  # one of KINDS
-    axes: tuple[str, ...]  # the mesh's; 'others' if its groups of devices lie along none
-    num_bytes: int  # the size of the result of an all-gather, the operand of others
+    axes: tuple[str, ...]  # axes of the mesh; 'others' if the groups of devices follow none
+    num_bytes: int  # the size of an all-gather's result, of any other collective's operand
     is_async: bool  # other work may run between its start and its end
     times: int  # moves per step
 
@@ -53,15 +53,15 @@ def collectives_of(text: str, mesh: Mesh) -> list[Collective]:
         if not axes:
             continue
         is_start = instruction.opcode.endswith('-start')
-        # A GPU's program also writes synchronous ones as a start.
+        # GPU programs also write synchronous collectives as a start.
         is_async = is_start and '"is_sync":true' not in instruction.text
         for name in instruction.operands:
             num_bytes = size_of(computation[name].type)
             if kind == 'all-gather':
                 num_bytes *= math.prod(mesh.shape.get(axis, 1) for axis in axes)
-            found = Collective(kind, axes, num_bytes, is_async, times=0)
-            counts[found] = counts.get(found, 0) + times
-    return [found._replace(times=times) for found, times in counts.items()]
+            collective = Collective(kind, axes, num_bytes, is_async, times=0)
+            counts[collective] = counts.get(collective, 0) + times
+    return [collective._replace(times=times) for collective, times in counts.items()]
 
 
 def executed(text: str) -> Iterator[tuple[Instruction, Computation, int]]:
@@ -89,7 +89,7 @@ def executed(text: str) -> Iterator[tuple[Instruction, Computation, int]]:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Return the computations of a program by name, and the name of the one that it begins with."""
+    """Return the computations of a program by name, and the name of its entry."""
     computations: dict[str, Computation] = {}
     entry = ''
     for line in text.splitlines():
@@ -100,9 +100,9 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
                 entry = header[2]
         match = re.match(r'\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)', line)
         if match:
-            name, result, opcode, rest = match.groups()
-            operands = re.findall(r'%([\w.-]+)', rest.split('), ')[0])
-            current[name] = Instruction(name, result, opcode, operands, rest)
+            name, result, opcode, tail = match.groups()
+            operands = re.findall(r'%([\w.-]+)', tail.split('), ')[0])
+            current[name] = Instruction(name, result, opcode, operands, tail)
     return computations, entry
 
 
@@ -113,10 +113,10 @@ def called(instruction: Instruction, attribute: str) -> str:
 
 
 def num_turns(loop: Instruction, condition: Computation) -> int:
-    """Return how often a loop turns: XLA's own note or, on a TPU, the constant of its condition."""
-    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text)
-    if known:
-        return int(known[1])
+    """Return the iterations of a loop: XLA's own note or, on a TPU, the constant of its condition."""
+    note = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text)
+    if note:
+        return int(note[1])
     constants = [x.text for x in condition.values() if x.opcode == 'constant']
     assert len(constants) == 1, f'a loop without a constant bound: {condition}'
     return int(constants[0].split(')')[0])
@@ -129,8 +129,8 @@ def axes_of(text: str, mesh: Mesh) -> tuple[str, ...]:
         groups = np.array(numbers(pairs[1])).reshape(-1, 2)
     else:
         groups = groups_of(text, mesh.size)
-    places = np.array(np.unravel_index(groups, mesh.devices.shape))  # [axis, group, device]
-    is_along = (places != places[:, :, :1]).any(axis=(1, 2))
+    coordinates = np.array(np.unravel_index(groups, mesh.devices.shape))  # [axis, group, device]
+    is_along = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     axes = tuple(mesh.axis_names[i] for i in np.flatnonzero(is_along))
     # A group has all the devices along its axes.
     if not pairs and groups.shape[1] != partition.axes_size(mesh, axes):
@@ -141,8 +141,8 @@ def axes_of(text: str, mesh: Mesh) -> tuple[str, ...]:
 def groups_of(text: str, num_devices: int) -> np.ndarray:
     """Return the devices of each of a collective's groups, [group, device]. XLA prints one of three forms.
 
-    {{0,2},{1,3}} lists them, and {} is one of all; [2,2]<=[2,2]T(1,0) are the rows of an array of
-    all devices; mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'} are those along an axis of one.
+    {{0,2},{1,3}} is a list, and {} one group of all; [2,2]<=[2,2]T(1,0) are the rows of an array of all
+    devices; mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'} are the groups along an axis of the array.
     """
     rows = re.search(r'replica_groups=\[([\d,]+)\]<=(\S+)', text)
     if rows:
@@ -151,14 +151,15 @@ def groups_of(text: str, num_devices: int) -> np.ndarray:
     if axes:
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes[1])}
         devices = arrange(axes[2] or f'[{num_devices}]').reshape(list(sizes.values()))
-        own = re.findall(r"'(\w+)'", axes[3])
-        last = np.moveaxis(devices, [list(sizes).index(name) for name in own], range(-len(own), 0))
-        return last.reshape(-1, math.prod(sizes[name] for name in own))
-    listed = re.search(r'replica_groups=\{(.*?\})?\}', text)
-    assert listed, text
-    if not listed[1]:
+        names = re.findall(r"'(\w+)'", axes[3])
+        dims = [list(sizes).index(name) for name in names]
+        last = np.moveaxis(devices, dims, range(-len(dims), 0))
+        return last.reshape(-1, math.prod(sizes[name] for name in names))
+    groups = re.search(r'replica_groups=\{(.*?\})?\}', text)
+    assert groups, text
+    if not groups[1]:
         return np.arange(num_devices)[None]
-    return np.array([numbers(group) for group in listed[1].split('},')])
+    return np.array([numbers(group) for group in groups[1].split('},')])
 
 
 def arrange(text: str) -> np.ndarray:

@@ -28,15 +28,15 @@ FLAGS_OF_MODE = {
     'tasks': ['config', 'split', 'examples', 'vocabulary'],
 }
 HELP = {'--help', '-help', '-h', '--helpshort', '--helpfull', '-?'}
-# The words of options: --config.model.options.NAME=VALUE, --config.loss.options.NAME=VALUE.
+# The form of options: --config.model.options.NAME=VALUE, --config.loss.options.NAME=VALUE.
 OPTION = re.compile(r'--?(?:no)?config\.((?:model|loss)\.options)(?:\.(\w+)=(.*)|.*)', re.DOTALL)
 OPTIONS: dict[str, str] = {}  # {'model.options.NAME': text} of the command line
-WORDS: list[str] = []  # the others, which ml_collections searches for settings
+WORDS: list[str] = []  # the other words, which ml_collections searches for settings
 FLAGS = flags.FLAGS
 
 
 class ReadConfig(flags.ArgumentParser):
-    """Gives --config the config that `parse` has read: absl would replace an error of its file by one of its own."""
+    """Gives --config the config that `parse` has read: absl would replace an error in its file with its own."""
 
     config: ConfigDict | None = None
 
@@ -65,7 +65,7 @@ flags.DEFINE_string('input', '', 'A text, JSON Lines, CSV, TSV or Parquet file, 
 flags.DEFINE_string('text', None, 'One text: its answer is printed.')
 flags.DEFINE_string('split', '', 'train, validation or test; else test, infer_eval.split, or the first of a task.')
 flags.DEFINE_string('step', '', 'The checkpoint of a run: last, best, a number; to evaluate also all, or 100,200.')
-flags.DEFINE_string('topology', '', 'The devices to plan for: TPUs, GPUs or cpu:N; else those here.')
+flags.DEFINE_string('topology', '', 'The devices to plan for: TPUs, GPUs or cpu:N; else the local ones.')
 flags.DEFINE_string('vocabulary', '', 'Also print their ids: a SentencePiece model, a folder that has one, or bytes.')
 flags.DEFINE_string('coordinator_address', None, 'HOST:PORT, the host of process 0 and a free port, without a launcher.')
 flags.DEFINE_bool('watch', False, 'Evaluate the checkpoints of a run, and each new one as it appears.')
@@ -77,20 +77,19 @@ flags.DEFINE_list('runs', [], 'The runs to report on, separated by commas.')
 flags.DEFINE_list('fields', [], 'The fields of the examples in the results, or all; else the texts.')
 flags.DEFINE_enum('mode', 'train', list(FLAGS_OF_MODE), 'What to do.')
 flags.DEFINE_enum('format', 't5x', ['t5x', 'hf', 'peft'], 'The format to write; peft: the adapters of a run.')
-flags.DEFINE_enum('pool', 'none', ['none', 'mean'], 'What --encode writes: a vector a token, or their mean, EOS included.')
+flags.DEFINE_enum('pool', 'none', ['none', 'mean'], 'What --encode writes: a vector per token, or their mean, EOS included.')
 flags.DEFINE_integer('examples', 0, 'How many examples of the task to print.', lower_bound=0)
-flags.DEFINE_integer('num_processes', None, 'How many processes there are, on all hosts.', lower_bound=1)
+flags.DEFINE_integer('num_processes', None, 'The number of processes on all hosts.', lower_bound=1)
 flags.DEFINE_integer('process_id', None, 'The number of this process, from 0.', lower_bound=0)
-flags.DEFINE_integer('heartbeat', 30, 'Seconds until all processes stop after one died or hangs.', lower_bound=2)
+flags.DEFINE_integer('heartbeat', 30, 'Seconds until all processes stop after one dies or hangs.', lower_bound=2)
 # fmt: on
 FLAGS.set_gnu_getopt()  # flags may follow the name of a task
 
 
 def describe(argv: list[str]) -> str:
-    """Return the text of --help: the flags, the settings, and the options of an own model and loss.
+    """Return the text of --help: the flags, the settings, and the options of a user's model and loss.
 
-    These are the model and the loss of the config, or those that `argv` names. Raises Refused for a
-    config that is not valid.
+    `argv` names the model and the loss, or the config does. Raises Refused for an invalid config.
     """
     _, _, table = FLAGS.module_help(__name__).partition(f'{__name__}:')
     text = f'Flags:{table}\n{settings.describe()}'
@@ -112,7 +111,7 @@ def describe(argv: list[str]) -> str:
 def parse(argv: list[str]) -> ConfigDict | None:
     """Return the locked, checked config, or None for a mode without one.
 
-    Raises Refused for a wrong flag or setting. An error of the config file is raised as it is.
+    Raises Refused for a wrong flag or setting. An error in the config file is raised unchanged.
     """
     try:
         argv = take_options(FLAGS.read_flags_from_files(argv, force_gnu=False))
@@ -137,9 +136,9 @@ def parse(argv: list[str]) -> ConfigDict | None:
             check_mode_of('config', str(FLAGS['mode'].value))
         raise Refused(explain_flag(error)) from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        # ml_collections' own, or of a very long name
+        # raised by ml_collections, or for a very long name
         reason: BaseException = error
-        while isinstance(reason.args[0], BaseException):  # ml_collections wraps errors so
+        while isinstance(reason.args[0], BaseException):  # ml_collections wraps errors
             reason = reason.args[0]
         text = ' '.join(str(reason.args[0]).split()).rpartition('Attempting to lookup: ')[2]
         raise Refused(f'unknown setting: {text}: --help lists all') from error
@@ -157,7 +156,7 @@ def parse(argv: list[str]) -> ConfigDict | None:
         return None
     if not file and FLAGS.mode != 'tasks':
         raise Refused(
-            f'--mode={FLAGS.mode} needs --config=FILE, which says the model, the data and the batch: try '
+            f'--mode={FLAGS.mode} needs --config=FILE, which sets the model, the data and the batch: try '
             '--config=configs/tiny.py'
         )
     if FLAGS.mode == 'tasks':
@@ -183,7 +182,7 @@ def read_config(name: str) -> ConfigDict:
     except TypeError as error:
         raise Refused(f'--config={name}: {error}: write it with :ARG or without') from error
     config = get_config(*arguments)
-    if isinstance(config, ConfigDict):  # settings.check refuses another type
+    if isinstance(config, ConfigDict):  # settings.check refuses other types
         config.lock()
     return config
 
@@ -194,10 +193,10 @@ def explain_flag(error: flags.Error) -> str:
         return f'--{error.flagname} needs --config=FILE: try --config=configs/tiny.py'
     if not isinstance(error, flags.IllegalFlagValueError):
         return ' '.join(str(error).split())  # a name may have several lines
-    # The value of a flag or setting has another type.
-    given, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
-    given = ' '.join(f'{given}{reason}'.split())
-    name = given.partition('=')[0].removeprefix('--')
+    # The value of a flag or setting has the wrong type.
+    argument, _, reason = str(error).removeprefix('flag ').rpartition(f': {error.__context__}')
+    argument = ' '.join(f'{argument}{reason}'.split())
+    name = argument.partition('=')[0].removeprefix('--')
     setting = name.removeprefix('config.')
     defaults: dict[str, settings.Value] = dict(settings.leaves(base.get_config()))
     rule = f'{setting} is a group of settings: set one of them, --{name}.NAME=VALUE'
@@ -205,13 +204,13 @@ def explain_flag(error: flags.Error) -> str:
         rule = 'must be true or false' if flags.FLAGS[name].boolean else str(error.__context__)
     elif setting in defaults:
         rule = kind_of(defaults[setting])
-    return f'{given}: {rule}'
+    return f'{argument}: {rule}'
 
 
 def take_options(argv: list[str]) -> list[str]:
-    """Return the words of a command line without the options of own files, which OPTIONS gets.
+    """Move the options of users' files from a command line to OPTIONS, and return the other words.
 
-    Their names are known only after the files are.
+    The names of these options are known only once the files are loaded.
     """
     OPTIONS.clear()
     words = []
@@ -231,12 +230,12 @@ def take_options(argv: list[str]) -> list[str]:
 
 
 def changes() -> dict[str, settings.Value]:
-    """Return the settings that the command line gives, {'data.task': value}."""
+    """Return the settings on the command line, {'data.task': value}."""
     return config_flags.get_override_values(FLAGS['config']) | OPTIONS
 
 
 def values_of(flag: str, argv: list[str]) -> list[str]:
-    """Return the values that a command line gives a flag, before absl parses it."""
+    """Return the values of a flag on a command line, before absl parses it."""
     values = []
     for argument, following in zip(argv, [*argv[1:], ''], strict=True):
         name, equals, value = argument.partition('=')
@@ -246,14 +245,13 @@ def values_of(flag: str, argv: list[str]) -> list[str]:
 
 
 def check_mode_of(flag: str, mode: str) -> None:
-    """Raise Refused for a flag of other modes."""
     modes = [name for name, names in FLAGS_OF_MODE.items() if flag in names]
     if mode not in modes:
         raise Refused(f'--{flag} is not for --mode={mode}: it needs --mode={" or ".join(modes)}')
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """Return (i, n) of --shard=i/n, the first i being 1."""
+    """Return (i, n) of --shard=i/n; i counts from 1."""
     part, separator, num_parts = text.partition('/')
     if separator and part.isdecimal() and num_parts.isdecimal():
         if 1 <= int(part) <= int(num_parts):
@@ -262,11 +260,11 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def values_of_mode() -> dict[str, Any]:
-    """Return the flags that only the mode knows, {'step': value}."""
+    """Return the mode's own flags, {'step': value}."""
     names = [x for x in FLAGS_OF_MODE[FLAGS.mode] if x not in ('config', *processes.FLAGS)]
     return {name: FLAGS[name].value for name in names}
 
 
 def all_values() -> dict[str, object]:
-    """Return the flags that only the mode knows, and the settings of its config."""
+    """Return the mode's own flags and the settings of its config."""
     return values_of_mode() | dict(settings.leaves(FLAGS.config)) | OPTIONS

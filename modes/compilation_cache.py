@@ -1,4 +1,4 @@
-"""Where compiled programs are kept for the next command: JAX's persistent compilation cache."""
+"""JAX's persistent compilation cache, which keeps compiled programs for the next command."""
 
 import contextlib
 import hashlib
@@ -9,20 +9,20 @@ from pathlib import Path
 import jax
 
 MAX_BYTES = 2 * 2**30  # JAX deletes the least recently used programs
-MIN_COMPILE_SECONDS = 0.1  # faster compilations are not kept
+MIN_COMPILE_SECONDS = 0.1  # faster compilations are not cached
 CPU_FIELDS = ('model', 'flags', 'CPU', 'Features')  # lines of /proc/cpuinfo, on x86 and ARM
 
 
 def use() -> None:
-    """Keep compiled programs in the user's cache folder, unless JAX is told of another one.
+    """Cache compiled programs in the user's cache folder, unless JAX has another one.
 
-    Several processes have no cache: programs of GPUs are tuned by all of them together, and one
-    that finds its program here would leave the others waiting. A folder that cannot be made is
-    not used. JAX warns of one that cannot be written, and of a part of a program, which a kill leaves: remove it.
+    Not with several processes: they tune GPU programs together, and one that found its program in the
+    cache would leave the others waiting. A folder that cannot be created is not used. JAX warns of a
+    folder that cannot be written, and of an incomplete program, left by a kill: remove it.
     """
     if 'JAX_COMPILATION_CACHE_DIR' in os.environ or jax.distributed.is_initialized():
         return
-    # A hash of the CPU's model and features: on another one, compiled code may crash.
+    # A hash of the CPU's model and features: on another CPU, compiled code may crash.
     fields = {platform.machine(), platform.processor()}
     with contextlib.suppress(OSError):  # not Linux
         for line in Path('/proc/cpuinfo').read_text().splitlines():

@@ -24,9 +24,9 @@ from vocabulary import ByteVocabulary
 
 def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
     topology.local_devices()  # raises Refused without devices of JAX_PLATFORMS
-    written = convert_checkpoint(flags['from'].value, flags.to, flags.format, flags.step)
+    folder = convert_checkpoint(flags['from'].value, flags.to, flags.format, flags.step)
     signals.begin_work()
-    process.print_lines([str(written)], sys.stdout)
+    process.print_lines([str(folder)], sys.stdout)
     return 0
 
 
@@ -35,10 +35,10 @@ def convert_checkpoint(
 ) -> Path:
     """Write the checkpoint that `infer.load` would open at `source` to the folder `target`; return its path.
 
-    `form` is 't5x', with whatever optimizer state there is, as `target`/checkpoint_STEP, 'hf', parameters only, or
-    'peft', the adapters of a run. Arrays keep their dtypes and are read as they are written. All or nothing: an
-    error leaves `target` as it was. Raises Refused for a target that has other files or lies in the source, and
-    warns if the vocabulary is missing.
+    `form`: 't5x' writes `target`/checkpoint_STEP, with the optimizer state if there is one; 'hf' writes parameters
+    only; 'peft' writes the adapters of a run. Arrays keep their dtypes, and are read only when they are written. An
+    error leaves `target` unchanged. Raises Refused for a target that has other files or lies in the source, and warns
+    if the vocabulary is missing.
     """
     if not source or not target:
         raise Refused('--mode=convert needs --from=CHECKPOINT and --to=FOLDER')
@@ -56,24 +56,24 @@ def convert_checkpoint(
     if form == 'hf':
         parameters = checkpoint.parameters(opened.leaves)
         write_hugging_face.write(target, opened.config, parameters, vocabulary)
-        written = target
+        folder = target
     else:
-        written = _write_t5x(target, opened, vocabulary_files)
+        folder = _write_t5x(target, opened, vocabulary_files)
     if opened.note:
         logging.warning(opened.note)
     is_in_config = form == 't5x' and isinstance(vocabulary, ByteVocabulary)
     if not vocabulary_files and not is_in_config:
         logging.warning(
-            '%s brings no vocabulary file, so %s has none: pass vocabulary=... to load it, '
+            '%s has no vocabulary file, and so %s has none: pass vocabulary=... to load it, '
             'or copy spiece.model into it',
             opened.directory,
-            written,
+            folder,
         )
-    return written
+    return folder
 
 
 def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
-    """Write the adapters of a run, which name their base."""
+    """Write the adapters of a run, with the name of their base."""
     base = read_stored(opened.directory).get('base', {}).get('directory')
     if base is None:
         raise Refused(f'--format=peft: {opened.directory} has no adapters: use --format=hf')
@@ -95,7 +95,7 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
     write_hugging_face.write_peft(target, config, kernels, prompt, base)
     if not hugging_face.is_folder(paths.source_path(base)):
         logging.warning(
-            '%s is not a folder of transformers: for peft write it as one with --mode=convert --from=%s --to=FOLDER '
+            '%s is not a folder of transformers: for peft, write it as one with --mode=convert --from=%s --to=FOLDER '
             '--format=hf, and base_model_name_or_path=FOLDER in %s',
             base,
             base,
@@ -106,11 +106,11 @@ def _write_peft(target: Path, opened: formats.open.OpenedModel) -> None:
 def _write_t5x(
     target: Path, opened: formats.open.OpenedModel, vocabulary_files: Mapping[str, bytes]
 ) -> Path:
-    """Write `target`/checkpoint_STEP, with the vocabulary in it, and next to it in a new folder."""
+    """Write `target`/checkpoint_STEP with the vocabulary in it and, if `target` is new, next to it."""
     tree: dict[str, checkpoint.Leaf] = {'state/step': np.array(0, np.int32), **opened.leaves}
     step = int(checkpoint.read_leaf(tree['state/step']))
     final = target / f'checkpoint_{step}'
-    files_there = sorted(target.iterdir()) if target.exists() else []
+    files_there = sorted(paths.list_folder(target))
     for file in files_there:
         is_other_step = file != final and file.name.startswith('checkpoint_')
         model = vocabulary_files.get(file.name)
@@ -130,7 +130,7 @@ def _write_t5x(
             checkpoint.save(unfinished, step, tree, files)
             target.mkdir(parents=True, exist_ok=True)
             (unfinished / f'checkpoint_{step}').rename(final)
-        except OSError as error:  # it names the unfinished folder, which is removed now
+        except OSError as error:  # it names the unfinished folder, which is removed
             cause = error.__cause__
             if isinstance(cause, ValueError | OSError):
                 raise cause from None

@@ -8,7 +8,7 @@ import traceback
 import paths
 from messages import LossNotFinite, Refused
 
-# What to do about errors of the system.
+# Remedies for errors of the operating system.
 NAME_REMEDY = 'correct its name or permissions, or name another'
 FULL_REMEDY = 'free some space, or name a folder on another disk'
 REMEDIES = {
@@ -23,14 +23,14 @@ MEMORY_REMEDY = 'use more of train.num_microbatches, smaller batches, or more de
 
 
 def is_one_line(error: BaseException) -> bool:
-    """Return whether an error is of a value, a file or the memory, and not a mistake in code."""
+    """Return whether an error comes from a value, a file or memory, and not from a mistake in code."""
     is_value = isinstance(error, Refused | LossNotFinite | OSError)
     return is_value or str(error).startswith(OUT_OF_MEMORY)
 
 
 def report(error: BaseException, of: str = '') -> None:
-    """Print an error and its notes. `of`: the process that it is of, if there are several."""
-    with contextlib.suppress(OSError):  # standard error cannot be written, and the status has to do
+    """Print an error and its notes. `of`: the process, if there are several."""
+    with contextlib.suppress(OSError):  # without standard error, the exit status must suffice
         if not is_one_line(error):
             if of:
                 error.add_note(of)
@@ -46,7 +46,7 @@ def report(error: BaseException, of: str = '') -> None:
 def one_line(error: BaseException) -> str:
     """Return the message of `error` without line breaks."""
     text = ' '.join(paths.reason(error).split())
-    text = text.encode(errors='backslashreplace').decode()  # names of files that are not UTF-8
+    text = text.encode(errors='backslashreplace').decode()  # file names may not be UTF-8
     if isinstance(error, OSError) and error.errno:  # the system's
         text += f': {REMEDIES.get(error.errno, NAME_REMEDY)}'
     if text.startswith(OUT_OF_MEMORY):

@@ -1,4 +1,4 @@
-"""`--mode=evaluate`: task metrics of one checkpoint, of some steps of a run, or of each new one.
+"""`--mode=evaluate`: task metrics of one checkpoint, of some steps of a run, or of each new step.
 
 Source: T5X t5x/eval.py.
 """
@@ -54,7 +54,7 @@ def prepare(
     split: str = '',
     watch: bool = False,
 ) -> 'CheckpointEvaluation':
-    """Return an evaluation with `config`, or with `changes` of the settings of the run."""
+    """Return an evaluation with `config`, or with the run's settings and `changes` of them."""
     if not checkpoint:
         raise Refused('--mode=evaluate needs --checkpoint=RUN, or a checkpoint')
     config, model_config = settings_and_model(paths.source_path(checkpoint), config, changes)
@@ -66,12 +66,12 @@ class Deleted(Refused):
 
 
 class CheckpointEvaluation:
-    """An evaluation. Results that exist are not computed again, and never replaced.
+    """An evaluation. Existing results are not computed again, and never replaced.
 
     `path` is a run, or a checkpoint that `infer.load` opens; the results go to `output_dir`, by
-    default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch` all
-    steps are evaluated, and each new one as it appears, until the last one of the run. `model_config` is
-    by default the checkpoint's. Raises Refused or OSError before anything is compiled.
+    default the run. `step` is 'last', 'best', 'all', or numbers separated by commas. With `watch`, evaluate
+    all steps, and each new one as it appears, until the last one of the run. `model_config` is by default
+    the checkpoint's. Raises Refused or OSError before anything is compiled.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class CheckpointEvaluation:
         self.run_folder, self.checkpoints = choose(path, step, watch)
         self.folder = output_folder(self.run_folder, output_dir)
         self.results = results.Results(self.folder)
-        self.results.scores()  # raises Refused for a file that is damaged
+        self.results.scores()  # raises Refused for a damaged file
         self.mesh = partition.make_mesh(**config.mesh)
         self.t5: infer.T5 | None = None  # compiled once for all steps
-        self.loaded_path: AnyPath | None = None  # the checkpoint that it was loaded from
+        self.loaded_path: AnyPath | None = None  # the checkpoint of its parameters
         opened = task_metrics.open_tasks(config.data, infer_eval, config.decode)
-        first = self.run_folder  # has none yet
+        first = self.run_folder  # if it has no checkpoint yet
         if self.checkpoints:
             first, _ = self.checkpoints[0]
         if self.folder in (first, first.parent):
@@ -119,7 +119,7 @@ class CheckpointEvaluation:
         """Evaluate the checkpoints. Raises Refused or OSError for one that cannot be opened."""
         if jax.process_index() == 0:
             with paths.naming(self.folder):
-                self.results.write_table()  # a kill may have come before it
+                self.results.write_table()  # an earlier call may have been killed before it
         if self.watch:
             self.evaluate_as_they_appear()
         else:
@@ -128,16 +128,14 @@ class CheckpointEvaluation:
         self.console.line(f'Results are in {self.results.table_file} and {self.results.folder}.')
 
     def check_others(self) -> None:
-        """Raise Refused, in the first process, where results of other files or settings are in the way."""
+        """Raise Refused, in the first process, if results of other files or settings are in the way."""
         if jax.process_index() > 0:
             return
         for task in self.tasks:
             steps = []
             for path, step in self.checkpoints:
-                if self.results.settings_of(task.name, step) not in (
-                    None,
-                    self.identity(task, path),
-                ):
+                settings = self.results.settings_of(task.name, step)
+                if settings not in (None, self.identity(task, path)):
                     steps.append(f'{step:,}')
             if steps:
                 raise Refused(
@@ -161,7 +159,7 @@ class CheckpointEvaluation:
         evaluated: set[int] = set()
         newest = 0
         while True:
-            steps = of_first_process(checkpoint.steps(run))
+            steps = steps_of_first_process(checkpoint.steps(run))
             for step in steps:
                 newest = max(newest, step)
                 if step in evaluated:
@@ -177,7 +175,7 @@ class CheckpointEvaluation:
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def evaluate(self, path: AnyPath, step: int) -> None:
-        """Evaluate a checkpoint on each task that has no results of it."""
+        """Evaluate a checkpoint on each task that has no results for it."""
         for task in self.tasks:
             identity = self.identity(task, path)
             is_evaluated = self.results.settings_of(task.name, step) == identity
@@ -185,11 +183,11 @@ class CheckpointEvaluation:
                 self.console.line(f'Step {step:,}: {task.name} is evaluated already.')
                 continue
             with self.console.working(f'Evaluating {task.name}, step {step:,}'):
-                found = task.results(self.load(path))
-            assert found is not None
+                result = task.results(self.load(path))
+            assert result is not None
             evaluated = task._replace(settings=identity)
-            agreement.in_all(functools.partial(self.write, evaluated, step, found))
-            self.console.line(results.describe(step, task.split, task.name, found.values))
+            agreement.in_all(functools.partial(self.write, evaluated, step, result))
+            self.console.line(results.describe(step, task.split, task.name, result.values))
 
     def write(
         self, task: task_metrics.EvaluatedTask, step: int, results: task_metrics.TaskResults
@@ -205,31 +203,29 @@ class CheckpointEvaluation:
             return self.t5
 
         def read() -> infer.T5:
-            loaded = infer.load(
-                str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype
-            )
-            check_rows(self.vocabulary, path, loaded.config.vocab_size)
-            loaded.vocabulary = self.vocabulary
-            return loaded
+            t5 = infer.load(str(path), config=self.model_config, mesh=self.mesh, dtype=self.dtype)
+            check_rows(self.vocabulary, path, t5.config.vocab_size)
+            t5.vocabulary = self.vocabulary
+            return t5
 
         try:
-            loaded = agreement.in_all(read)
+            t5 = agreement.in_all(read)
         except (ValueError, OSError):
             if not agreement.from_processes(np.array(path.exists())).all():
                 raise Deleted(f'{path} was deleted meanwhile: name another --step') from None
             raise
         self.loaded_path = path
-        if self.t5 is None or self.t5.config != loaded.config:
-            self.t5 = loaded
+        if self.t5 is None or self.t5.config != t5.config:
+            self.t5 = t5
         else:
-            self.t5.arrays = loaded.arrays
+            self.t5.arrays = t5.arrays
         return self.t5
 
 
 def choose(path: str, step: str, watch: bool) -> tuple[AnyPath, list[tuple[AnyPath, int]]]:
     """Return the run, and the checkpoints that --checkpoint, --step and --watch choose, with their steps.
 
-    For a checkpoint outside a run the first is the folder that it lies in.
+    For a checkpoint outside a run, the first is its parent folder.
     """
     folder = paths.source_path(path)
     steps = checkpoint.steps(folder)
@@ -246,7 +242,7 @@ def choose(path: str, step: str, watch: bool) -> tuple[AnyPath, list[tuple[AnyPa
         return opened.directory.parent, [(opened.directory, formats.open.saved_step(opened.leaves))]
     if not watch:
         steps = formats.open.choose_steps(folder, step, steps)
-    return folder, [(folder / f'checkpoint_{x}', x) for x in of_first_process(steps)]
+    return folder, [(folder / f'checkpoint_{x}', x) for x in steps_of_first_process(steps)]
 
 
 def output_folder(run: AnyPath, output_dir: str) -> AnyPath:
@@ -265,32 +261,32 @@ def output_folder(run: AnyPath, output_dir: str) -> AnyPath:
 def check_files_of_run(
     directory: AnyPath, config: ConfigDict, opened: Sequence[OpenTask], split: str
 ) -> None:
-    """Raise Refused if a run's own task reads other files than the run that saved `directory`.
+    """Raise Refused if a run's own task reads files other than the run that saved `directory` did.
 
-    Their results would have the name of the run's own. The split test may be in any files.
+    Their results would have the names of the run's own results. The test split may be in any files.
     """
     if split == 'test':
         return
-    stored = check.read_stored(directory)
+    run_settings = check.read_stored(directory)
     file = directory / 'data_files.json'
-    if not stored or stored['data']['task'] != config.data.task or not file.exists():
+    if not run_settings or run_settings['data']['task'] != config.data.task or not file.exists():
         return
-    known = {FileRecord(**record).content for record in json.loads(file.read_bytes())}
+    contents = {FileRecord(**record).content for record in json.loads(file.read_bytes())}
     row = tasks.open.find(config.data)
     for task in opened:
-        if task.name != row.name or task.source.corpus != stored['corpus']:
+        if task.name != row.name or task.source.corpus != run_settings['corpus']:
             continue
         part = 'train' if task.source.validation is None else split
         files = [record for record in task.source.files if record.split == part]
-        others = [record.path for record in files if record.content not in known]
+        others = [record.path for record in files if record.content not in contents]
         if others:
             raise Refused(
                 f'{first_ten(others)}: the run has results of other files: name --output_dir, or --split=test'
             )
 
 
-def of_first_process(steps: Sequence[int]) -> list[int]:
-    """Return the steps that the first process has found: training may save one meanwhile."""
+def steps_of_first_process(steps: Sequence[int]) -> list[int]:
+    """Return the first process's steps: the processes may look before and after a save."""
     num_steps = int(agreement.from_first_process(np.array(len(steps))))
     if num_steps == 0:
         return []
@@ -300,7 +296,7 @@ def of_first_process(steps: Sequence[int]) -> list[int]:
 
 
 def last_step(run: AnyPath) -> float:
-    """Return the step at which a run ends or has ended, infinity while nobody knows."""
+    """Return the step at which a run ends or has ended; infinity if unknown."""
     try:
         content = json.loads((run / 'config.json').read_bytes())
         return content.get(workdir.LAST_STEP, content['train']['steps'])

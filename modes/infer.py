@@ -2,23 +2,23 @@
 
 Predictions and scores are JSON Lines in T5X's form, in the order of the examples:
 
-    infer.json                      the settings; results of others are refused
+    infer.json                      the settings; results of other settings are refused
     TASK-MODE.jsonl                 the results
     TASK-MODE.jsonl-SSSSS-of-NNNNN  the results of shard i of n: every n-th example
 
-Encodings (`--encode`) are the encoder's outputs, float32; of the checkpoint no decoder is read.
-Files are numbered through the shards, one shard after the other:
+Encodings (`--encode`) are the encoder's outputs, float32; the decoder is not read.
+Files are numbered across the shards, one shard after the other:
 
     TASK-encodings-CCCCC-of-NNNNN.safetensors
         indices     int64 [n]: the number of each example in the file or split, from 0
-        embeddings  --pool=mean: [n, width], the mean of an example's tokens, EOS included, and what
-                    follows it in the folder's modules.json: see formats/sentence_transformers.py
+        embeddings  --pool=mean: [n, width], the mean of an example's tokens, EOS included, after any
+                    further modules of modules.json: see formats/sentence_transformers.py
                     --pool=none: [sum of lengths, emb_dim], the tokens of one example after the
                     other, EOS included, without padding
-        lengths     --pool=none alone: int32 [n], the number of tokens of each example
+        lengths     only with --pool=none: int32 [n], the number of tokens of each example
 
-A file has its name only once it is complete: then the same command does not make it again.
-Source: T5X t5x/infer.py. Differs from T5X: an integer is written as one, not as 0.0.
+A file gets its name once it is complete; the same command then skips it.
+Source: T5X t5x/infer.py. Differs from T5X: an integer is written as such, not as 0.0.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ from run.lock import lock
 from run.task_metrics import decoding_of
 
 SETTINGS = 'infer.json'
-# How many examples share a file of encodings, which is made in memory: by --pool.
+# The number of examples in a file of encodings, which is built in memory, by --pool.
 EXAMPLES_PER_FILE = {'none': 256, 'mean': batches.EXAMPLES_PER_CHUNK}
 MODEL_PART = {False: 'whole', True: 'encoder'}  # by --encode
 
@@ -90,7 +90,7 @@ class Request(NamedTuple):
     split: str = ''  # 'test' if not given
     score: bool = False
     encode: bool = False
-    pool: str = 'none'  # with `encode`; 'mean' for one vector of each example
+    pool: str = 'none'  # with `encode`; 'mean' for one vector per example
     fields: tuple[str, ...] = ()  # written with the texts; 'all' for all
     output_ids: bool = False
     trim: bool = False
@@ -100,11 +100,11 @@ class Request(NamedTuple):
 
 @dataclasses.dataclass
 class Part:
-    """The examples of one task or file that are in the shard, or of one file of encodings."""
+    """The shard's examples of one task or file, or the examples of one file of encodings."""
 
     name: str
     examples: list[infer.Question] = dataclasses.field(default_factory=list)
-    written: list[dict] = dataclasses.field(default_factory=list)  # the fields that a line has
+    written: list[dict] = dataclasses.field(default_factory=list)  # the fields of each line
     num_examples: int = 0  # all shards together
     digest: str = ''  # a hash of the examples of all shards
 
@@ -123,7 +123,7 @@ class Job:
         directory = formats.open.checkpoint_folder(request.checkpoint, request.step)
         # `named_model` is None for the checkpoint's own.
         self.config, self.named_model = settings_and_model(directory, config, changes)
-        if config is None and request.input:  # the run's describe its own files
+        if config is None and request.input:  # the run's settings describe its own files
             self.config.data.kind = changes.get('data.kind', '')
             self.config.data.delimiter = changes.get('data.delimiter', '')
         self.opened = formats.open.open_model(
@@ -146,7 +146,7 @@ class Job:
         self.decoding = decoding_of(settings, self.vocabulary, vocab_size)
         if settings.top_k > vocab_size:
             raise Refused(f'decode.top_k={settings.top_k}: must be at most {vocab_size}')
-        self.messages: list[str] = []  # on examples that were left out
+        self.messages: list[str] = []  # about skipped examples
         self.parts: Iterable[Part] = ()
         if request.text is not None:
             self.text_ids = encode_text(self, request.text, '--text')
@@ -157,7 +157,7 @@ class Job:
 
     @property
     def mode(self) -> str:
-        """T5X's name of the computation, which is in the names of files."""
+        """T5X's name of the computation, for file names."""
         if self.request.score:
             return 'score'
         if self.request.encode:
@@ -187,14 +187,14 @@ def check_request(request: Request) -> None:
         if is_given and not request.output_dir:
             raise Refused(f'{flag} needs a folder for its results: name --output_dir')
     if request.pool != 'none' and not request.encode:
-        raise Refused(f'--pool={request.pool} is of encodings: add --encode, or leave it out')
+        raise Refused(f'--pool={request.pool} applies only to --encode: add that, or leave it out')
     check_split(request.split or 'test')
     if reads_stdin and (request.num_shards > 1 or jax.process_count() > 1):
         raise Refused(f'--input=- in several processes, {shard}: only one can read it: name a file')
 
 
 def asks_for_prompt(request: Request, changes: Mapping) -> bool:
-    """Return whether nothing is named that could be answered, and somebody is there to type it."""
+    """Return whether the request names no input, and a user can type one at a terminal."""
     is_named = request._replace(checkpoint='', step='', trim=False) != Request('')
     if is_named or 'data.task' in changes or jax.process_count() > 1 or sys.stdin is None:
         return False
@@ -202,7 +202,7 @@ def asks_for_prompt(request: Request, changes: Mapping) -> bool:
 
 
 def parts_of(job: Job) -> Iterable[Part]:
-    """Read the examples. The lines of standard input are read later, if they are answered as they come."""
+    """Read the examples. Lines of standard input that are answered as they arrive are read later."""
     request = job.request
     parts = []
     if request.input:
@@ -227,7 +227,7 @@ def parts_of(job: Job) -> Iterable[Part]:
 
 
 def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterator[Part]:
-    """Yield the lines of standard input that are there together."""
+    """Yield the lines of standard input in the groups in which they arrive."""
     first = 0
     group = []
     for example in lines:
@@ -239,14 +239,14 @@ def arriving_parts(lines: infer_input.FileExamples, request: Request) -> Iterato
 
 
 def read(name: str, examples: Iterable[RecordExample], request: Request, first: int = 0) -> Part:
-    """Read all examples: a mistake in one of them is found before anything is computed.
+    """Read all examples, to find a mistake in one of them before anything is computed.
 
     `first`: the number of the first one.
     """
     part = Part(name)
     content = hashlib.blake2b(digest_size=16)
     for number, example in enumerate(examples, start=first):
-        written = selected(example.features(), request.fields)
+        line_fields = selected(example.features(), request.fields)
         targets = example.targets
         if targets is None or request.encode:
             targets = np.zeros(0, np.int32)
@@ -254,9 +254,9 @@ def read(name: str, examples: Iterable[RecordExample], request: Request, first: 
             part.examples.append(
                 infer.Question(example.inputs, targets, number, numbers=example.numbers)
             )
-            part.written.append(written)
+            part.written.append(line_fields)
         part.num_examples += 1
-        facts = [written, example.inputs, targets]
+        facts = [line_fields, example.inputs, targets]
         if example.numbers:
             facts.append(dict(example.numbers))
         content.update(json.dumps(facts, default=results.json_default).encode())
@@ -267,13 +267,13 @@ def read(name: str, examples: Iterable[RecordExample], request: Request, first: 
 
 
 def selected(fields: Mapping, names: Sequence[str]) -> dict:
-    """Return the fields of an example that its line has: those in `names`, by default the texts."""
+    """Return the fields of an example for its line: those in `names`, by default the texts."""
     if tuple(names) == ('all',):
         return dict(fields)
     for name in names:
         if name not in fields:
-            known = first_ten([repr(field) for field in fields])
-            raise Refused(f'--fields names {name!r}: the fields of an example are {known}')
+            all_names = first_ten([repr(field) for field in fields])
+            raise Refused(f'--fields names {name!r}: the fields of an example are {all_names}')
     selection = {}
     for name, value in fields.items():
         feature = name.removesuffix(PRETOKENIZED)
@@ -283,7 +283,7 @@ def selected(fields: Mapping, names: Sequence[str]) -> dict:
 
 
 def encode_text(job: Job, text: str, title: str) -> np.ndarray:
-    """Return the ids of a text that is typed, with its ends."""
+    """Return the ids of a typed text, with its ends."""
     [ids] = job.vocabulary.encode([text], glued_sentinels=True)
     length = job.config.data.lengths.inputs
     title = f'the words of {title}'
@@ -294,7 +294,7 @@ def encode_text(job: Job, text: str, title: str) -> np.ndarray:
 
 
 def infer_all(job: Job) -> list[str]:
-    """Do a job: write its results, or print them. Return the last message of the first process.
+    """Write or print the results of a job. Return the last messages of the first process.
 
     All processes compute, each some rows of a batch; the first one writes and prints.
     """
@@ -329,9 +329,9 @@ def load(job: Job) -> infer.T5:
 
 
 def answer_typed_lines(job: Job, t5: infer.T5) -> None:
-    """Answer the lines that are typed at a terminal, one after the other, until Ctrl-D.
+    """Answer lines typed at a terminal, one by one, until Ctrl-D.
 
-    Ctrl-C drops the line that is typed, or the answer once its compiled program has ended.
+    Ctrl-C drops the current line, or the answer once its compiled program has ended.
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
     say('Type a text and press Enter; Ctrl-C drops a line or an answer, Ctrl-D ends.')
@@ -353,7 +353,6 @@ def answer_typed_lines(job: Job, t5: infer.T5) -> None:
 
 
 def answer_text(job: Job, t5: infer.T5, example: infer.Question) -> None:
-    """Print the answers to one text."""
     [answer] = infer.answer_batch(t5, job.decoding, [example])
     if jax.process_index() > 0:
         return
@@ -366,7 +365,7 @@ def answer_text(job: Job, t5: infer.T5, example: infer.Question) -> None:
 
 def progress_bar(parts: Iterable[Part]) -> tqdm.tqdm:
     """Return a bar on stderr for the examples of some parts."""
-    total = None  # of standard input
+    total = None  # unknown for standard input
     if isinstance(parts, Sequence):
         total = sum(len(part.examples) for part in parts)
     return tqdm.tqdm(
@@ -380,7 +379,7 @@ def progress_bar(parts: Iterable[Part]) -> tqdm.tqdm:
 def results_of(
     job: Job, t5: infer.T5, part: Part, progress: Callable[[int], None]
 ) -> Iterator[bytes]:
-    """Yield the content of a file of results, as the head of this file has it: line by line, or all encodings."""
+    """Yield the content of a file of results, as described at the top: line by line, or all encodings at once."""
     request = job.request
     settings = job.config.decode
 
@@ -399,16 +398,16 @@ def results_of(
     def one_or_all(values: list) -> Any:
         return values[0] if settings.num_return == 1 else values  # the best answer is the first
 
-    found = infer.in_batches(compute, part.examples, settings.batch_size, progress)
+    answers = infer.in_batches(compute, part.examples, settings.batch_size, progress)
     if request.encode:
-        encoded = list(found)
+        encoded = list(answers)
         arrays = {'embeddings': np.concatenate(encoded)}
         arrays['indices'] = np.array([example.number for example in part.examples], np.int64)
         if request.pool == 'none':
             arrays['lengths'] = np.array(list(map(len, encoded)), np.int32)
         yield safetensors.numpy.save(arrays)
         return
-    for written, result in zip(part.written, found, strict=True):
+    for written, result in zip(part.written, answers, strict=True):
         if request.score:
             yield results.as_line({'inputs': written, 'score': float(result[0])}).encode()
             continue
@@ -438,7 +437,7 @@ def outputs(job: Job) -> dict[Path, Part]:
             parts[folder / name] = part
             continue
         size = EXAMPLES_PER_FILE[request.pool]
-        num_files = []  # of each shard
+        num_files = []  # per shard
         for shard in range(request.num_shards):
             num_files.append(math.ceil((part.num_examples - shard) / request.num_shards / size))
         number = sum(num_files[: request.shard - 1])
@@ -451,7 +450,7 @@ def outputs(job: Job) -> dict[Path, Part]:
 
 
 def write_files(job: Job) -> list[str]:
-    """Write the files of the shard that are not there. Return where they are."""
+    """Write the files of the shard that do not exist yet. Return lines that name all of them."""
     request = job.request
     folder = paths.disk_path(request.output_dir)
     files = outputs(job)
@@ -465,12 +464,12 @@ def write_files(job: Job) -> list[str]:
             if not (folder / SETTINGS).exists():
                 content = json.dumps(settings_as_json(job), indent=1).encode()
                 paths.replace_file(folder / SETTINGS, content, writer=lock_file.name)
-        missing = {}
+        missing_files = {}
         for path, part in files.items():
             if not from_first_process(np.array(path.exists())):
-                missing[path] = part
-        if missing:
-            write_missing(job, missing)
+                missing_files[path] = part
+        if missing_files:
+            write_missing(job, missing_files)
         if is_first:
             lock_file.unlink()
     if request.encode:
@@ -496,7 +495,7 @@ def check_output(job: Job) -> None:
     """Raise Refused for an output folder that holds results of other settings, or other files."""
     folder = paths.disk_path(job.request.output_dir)
     paths.check_new(folder)
-    if jax.process_index() > 0:  # its copy of the model may have other times
+    if jax.process_index() > 0:  # its copy of the model may have other modification times
         return
     results.check_writable(folder)
     file = folder / SETTINGS

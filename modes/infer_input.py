@@ -1,7 +1,7 @@
-"""What `--mode=infer` reads: the split of a task, or the lines of a file.
+"""The input of `--mode=infer`: the split of a task, or the lines of a file.
 
-Examples of a task are cut as in training. Lines of a file that are too long are refused, unless the
-user says that they may be cut. Source: T5X t5x/infer.py. Imports no jax.
+Examples of a task are cut as in training. Lines of a file that are too long are refused, unless
+`--trim` is given. Source: T5X t5x/infer.py. Imports no jax.
 """
 
 import codecs
@@ -29,7 +29,7 @@ from tasks.names import look_up, own_features
 from vocabulary import Ends, Vocabulary
 
 STANDARD_INPUT = '-'
-BYTES_AT_ONCE = 1 << 20  # read from standard input, if they are there
+BYTES_AT_ONCE = 1 << 20  # the largest read from standard input
 
 
 def open_tasks(config: ConfigDict, vocabulary: Vocabulary) -> Iterator[TokenizedTask]:
@@ -45,19 +45,19 @@ def with_templates(config: ConfigDict) -> ConfigDict:
     row = None if config.inputs else look_up(config.task, config.module)
     if not isinstance(row, tasks.Task) or not row.templates:
         return config
-    own = config.copy_and_resolve_references()
-    own.inputs = row.inputs
-    if not own.targets and not own.references:
-        own.update(targets=row.targets, references=row.references)
-    return own
+    copy = config.copy_and_resolve_references()
+    copy.inputs = row.inputs
+    if not copy.targets and not copy.references:
+        copy.update(targets=row.targets, references=row.references)
+    return copy
 
 
 @dataclasses.dataclass
 class FileExamples:
     """The lines of a file: JSON objects, rows of a table or of Parquet, or texts that are inputs.
 
-    The inputs and targets of an object or row follow data.inputs and data.targets, if they
-    are set, else its fields of that name. Standard input is JSON Lines if it begins with '{', blanks apart.
+    The inputs and targets of an object or row follow data.inputs and data.targets, if they are set, else its
+    fields of that name. Standard input is JSON Lines if '{' is its first character that is not blank.
     """
 
     path: str
@@ -76,7 +76,7 @@ class FileExamples:
             self.title = 'standard input'
             self.name = 'stdin'
             if sys.stdin is None or self.kind == 'parquet':
-                raise Refused('--input=-: standard input is closed, or is no Parquet: name a file')
+                raise Refused('--input=-: stdin is closed, or cannot be Parquet: name a file')
             standard_input: Any = sys.stdin.buffer
             head = standard_input.peek(1)
             if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b'{':
@@ -84,7 +84,7 @@ class FileExamples:
         else:
             [self.path, *others] = files.matching_files(path)
             if others:
-                raise Refused(f'--input={path} stands for {len(others) + 1} files: name one')
+                raise Refused(f'--input={path} matches {len(others) + 1} files: name one')
             self.name = Path(self.path.removesuffix('.gz')).stem
             head = read_head(self.path)
         check_head(self.title, self.kind, head)
@@ -99,24 +99,24 @@ class FileExamples:
             'inputs': Template('data.inputs', config.inputs or '{inputs}'),
             'targets': Template('data.targets', targets),
         }
-        self.text_field = config.text_field if config.inputs else 'inputs'  # of a line of text
+        self.text_field = config.text_field if config.inputs else 'inputs'  # for a line of text
         self.numbers = own_features(config).numbers
-        self.header: list[str] = []  # a table's
-        self.has_more = False  # of standard input: lines that are there and not read
+        self.header: list[str] = []  # the names of a table's columns
+        self.has_more = False  # whether more lines of standard input have arrived
 
     def __iter__(self) -> Iterator[RecordExample]:
         rows: Iterator[tuple[int, str | dict]] = self.lines()
         if self.kind == 'parquet':
             rows = self.parquet_rows()
-        # Typed or piped lines are answered as they come.
+        # Typed or piped lines are answered as they arrive.
         num_at_once = 1 if self.path == STANDARD_INPUT else RECORDS_AT_ONCE
         while group := list(itertools.islice(rows, num_at_once)):
             yield from self.examples_of(group)
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield the lines of a file, which may be gzipped, with their numbers; of a table without its header.
+        """Yield the numbered lines of a file, which may be gzipped, without a table's header.
 
-        A row of CSV is one line, whatever newlines its quoted fields hold.
+        A row of CSV is one line, even if its quoted fields hold newlines.
         """
         number = 0
         try:
@@ -140,19 +140,19 @@ class FileExamples:
             yield from tables.numbered_lines(file)
 
     def arriving_lines(self) -> Iterator[bytes]:
-        """Yield the lines of standard input; `has_more` tells whether the next one is there."""
-        rest = b''
+        """Yield the lines of standard input; `has_more` tells whether the next one has arrived."""
+        last = b''
         while content := sys.stdin.buffer.read1(BYTES_AT_ONCE):  # type: ignore[union-attr]
-            *lines, rest = (rest + content).split(b'\n')
+            *lines, last = (last + content).split(b'\n')
             for i, line in enumerate(lines, start=1):
                 self.has_more = i < len(lines)
                 yield line + b'\n'
-        if rest:
-            yield rest
+        if last:
+            yield last
 
     def parquet_rows(self) -> Iterator[tuple[int, dict]]:
         """Yield the rows of Parquet with their numbers: the fields of the templates, and `fields`."""
-        from sources import parquet  # pyarrow takes a while
+        from sources import parquet  # late: pyarrow takes a while
 
         fields: list[str] = []  # all
         if 'all' not in self.fields and not self.numbers:
@@ -181,15 +181,15 @@ class FileExamples:
                 fields.append(self.fields_of(row))
                 texts.append(self.texts_of(fields[-1]))
                 numbers.append(self.numbers_of(fields[-1]))
-        every_text = [text for of_row in texts for text in of_row.values()]
+        every_text = [text for row_texts in texts for text in row_texts.values()]
         every_ids = iter(self.vocabulary.encode_as_arrays(every_text, glued_sentinels=True))
         for i, (number, _) in enumerate(rows):
             ids = {}
             for name in texts[i]:
                 title = f'the {name} in {self.unit} {number} of {self.title}'
-                whole = next(every_ids)
+                text_ids = next(every_ids)
                 length = self.config.lengths[name]
-                ids[name] = ended(title, whole, self.vocabulary.ends, name, length, self.trim)
+                ids[name] = ended(title, text_ids, self.vocabulary.ends, name, length, self.trim)
             yield RecordExample(
                 fields[i] | texts[i], ids['inputs'], ids.get('targets'), numbers=numbers[i]
             )
@@ -208,7 +208,7 @@ class FileExamples:
         return fields
 
     def numbers_of(self, fields: dict) -> dict[str, float]:
-        """Return the numbers of the task's objective that a line has."""
+        """Return the numbers in a line that the task's objective uses."""
         numbers = {}
         for name in self.numbers:
             if name in fields:
@@ -238,7 +238,7 @@ class FileExamples:
 def ended(
     title: str, ids: Sequence[int] | np.ndarray, ends: Ends, name: str, length: int, trim: bool
 ) -> np.ndarray:
-    """Return ids with their ends, int32. Those that are too long are cut if the user says so."""
+    """Return ids with their ends, int32. With `trim`, cut them to `length`."""
     begin, end = getattr(ends, name)
     with_ends = [*begin, *ids, *end]
     if len(with_ends) > length and not trim:

@@ -24,7 +24,7 @@ from run import hub
 from sources.open import FILE_SETTINGS, split_names
 from vocabulary import Vocabulary
 
-# Settings that a run takes from restore.path; ONLY_STRICT from one that is restored completely.
+# Settings that a run takes from restore.path; ONLY_STRICT only with restore.strict=True.
 SIZES = (
     'vocab_size',
     'emb_dim',
@@ -46,7 +46,7 @@ RUN_SETTINGS = ('model.', 'data.', 'decode.', 'infer_eval.')  # kept when a run'
 
 
 def with_commits(config: ConfigDict, workdir: str) -> ConfigDict:
-    """Return `config` with the commit of each name on the hub: the one that the run in `workdir` has recorded, if any."""
+    """Add its commit to each hub name in `config`: the one that the run in `workdir` has recorded, if any."""
     keys = ['restore.path', 'data.vocabulary']
     keys += [f'data.{setting}' for setting in FILE_SETTINGS.values()]
     values = dict(check.leaves(config))
@@ -73,16 +73,16 @@ def with_commits(config: ConfigDict, workdir: str) -> ConfigDict:
 def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
     """Return the settings of the run that saved a checkpoint, else the defaults, with `changes`.
 
-    `changes`: {'data.task': value}. The mesh, all that concerns training and data.vocabulary, which
-    the checkpoint brings, are not the run's.
+    `changes`: {'data.task': value}. The run's mesh, training settings and data.vocabulary are not used: a
+    checkpoint has its vocabulary.
     """
     config = base.get_config()
-    stored = check.flatten(check.read_stored(directory))
+    settings = check.flatten(check.read_stored(directory))
     for key, _ in check.leaves(config):
         name = key.replace('.', '/')
-        if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in stored:
-            config.update_from_flattened_dict({key: stored[name]})
-    check.set_options(config, {name.replace('/', '.'): value for name, value in stored.items()})
+        if key.startswith(RUN_SETTINGS) and key != 'data.vocabulary' and name in settings:
+            config.update_from_flattened_dict({key: settings[name]})
+    check.set_options(config, {name.replace('/', '.'): x for name, x in settings.items()})
     for key, value in changes.items():
         if not key.startswith(check.OPTIONS):
             config.update_from_flattened_dict({key: value})
@@ -93,7 +93,7 @@ def settings_of(directory: paths.AnyPath, changes: Mapping) -> ConfigDict:
 def with_restored_sizes(
     config: ConfigDict, changes: Mapping, workdir: str = ''
 ) -> tuple[ConfigDict, str]:
-    """Return `config` with the sizes of `restore.path`, but for `changes`, and what to say of it; '' for nothing.
+    """Return `config` with the sizes of `restore.path`, except for `changes`, and a line for the user or ''.
 
     A run in `workdir` that began there has recorded them. A checkpoint that does not open, or is of another family,
     changes nothing: the run refuses it.
@@ -101,25 +101,25 @@ def with_restored_sizes(
     restore = config.restore
     if not restore.path:
         return config, ''
-    taken = [*SIZES, *ONLY_STRICT] if restore.strict else list(SIZES)
+    names = [*SIZES, *ONLY_STRICT] if restore.strict else list(SIZES)
     with contextlib.suppress(Refused, OSError, re.error):
-        stored = check.read_stored(paths.to_path(workdir)) if workdir else {}
-        if stored.get('restore', {}).get('path') == restore.path:
-            sizes = {**base.get_config().model.to_dict(), **stored['model']}
+        run_settings = check.read_stored(paths.to_path(workdir)) if workdir else {}
+        if run_settings.get('restore', {}).get('path') == restore.path:
+            sizes = {**base.get_config().model.to_dict(), **run_settings['model']}
         else:
             opened = formats.open.open_model(restore.path, part='')
             sizes = own_model.as_settings(opened.config)
             if formats.open.is_encoder(opened.leaves):
-                taken = list(SIZES)
-            # The config decides about an activation that shapes do not tell.
+                names = list(SIZES)
+            # Shapes do not determine the activation: take it from the config.
             is_gated = len(sizes['mlp_activations']) > 1 and len(config.model.mlp_activations) > 1
             if is_gated and opened.is_assumed:
                 sizes['mlp_activations'] = config.model.mlp_activations
         if not re.fullmatch(restore.only, 'target/token_embedder/embedding'):
-            taken = [name for name in taken if name not in OF_VOCABULARY]
+            names = [name for name in names if name not in OF_VOCABULARY]
         values = {}
         if sizes['module'] == config.model.module:
-            for name in taken:
+            for name in names:
                 value = sizes[name]
                 if isinstance(value, list):
                     value = tuple(value)
@@ -128,9 +128,9 @@ def with_restored_sizes(
         if values:
             config = config.copy_and_resolve_references()
             config.model.update(values)
-            said = ', '.join(f'{name}={value}' for name, value in values.items())
+            listing = ', '.join(f'{name}={value}' for name, value in values.items())
             return config, (
-                f'The sizes come from restore.path={restore.path}: {said}; --config.model.NAME=VALUE sets others.'
+                f'The sizes come from restore.path={restore.path}: {listing}; --config.model.NAME=VALUE sets others.'
             )
     return config, ''
 
@@ -138,18 +138,18 @@ def with_restored_sizes(
 def settings_and_model(
     directory: paths.AnyPath, config: ConfigDict | None, changes: Mapping
 ) -> tuple[ConfigDict, T5Config | None]:
-    """Return the checked settings for a checkpoint or run, and the model that they name; None for its own.
+    """Return the checked settings for a checkpoint or run, and the model that they name; None for the checkpoint's.
 
-    `config` comes from --config. Without it, use `settings_of`; a model is named if `changes` has settings of it.
+    `config` comes from --config. Without it, use `settings_of`; they name a model if `changes` has model settings.
     """
     if config is None:
         config = settings_of(directory, changes)
         check.check(config)
-        changed = [key for key in changes if key.startswith('model.')]
-        if not changed:
+        keys = [key for key in changes if key.startswith('model.')]
+        if not keys:
             return config, None
         if 'model' not in check.read_stored(directory):
-            raise Refused(f'--config.{changed[0]}: {directory} has no settings: add --config=FILE')
+            raise Refused(f'--config.{keys[0]}: {directory} has no settings: add --config=FILE')
         if config.model.module and 'model.module' not in changes:
             saved = formats.open.checkpoint_folder(directory)
             config.model.module = own_model.module_of(saved, config.model.module)
@@ -163,18 +163,18 @@ def settings_and_model(
 def vocabulary_of_checkpoint(
     directory: paths.AnyPath, config: ConfigDict, model_config: T5Config
 ) -> Vocabulary:
-    """Return the vocabulary that `config.vocabulary` names, else the one of a checkpoint or run, with the model's ends.
+    """Return the vocabulary that `config.vocabulary` names, else that in `directory`, with the model's ends.
 
-    `config`: config.data. Raises Refused for none, and for one that is not the checkpoint's.
+    `config`: config.data. Raises Refused if there is none, or if it is not the checkpoint's.
     """
-    own = own_vocabulary(directory)
-    vocabulary = own
+    saved_vocabulary = own_vocabulary(directory)
+    vocabulary = saved_vocabulary
     if config.vocabulary:
         vocabulary = named_vocabulary('data.vocabulary', config.vocabulary, config.extra_ids)
     if vocabulary is None:
         raise Refused(f'{directory} has no vocabulary: name its own with --config.data.vocabulary')
-    if own is not None and names_of(own) != names_of(vocabulary):
-        change = changed_id(own, vocabulary) or 'it has more'
+    if saved_vocabulary is not None and names_of(saved_vocabulary) != names_of(vocabulary):
+        change = changed_id(saved_vocabulary, vocabulary) or 'it has more'
         raise Refused(
             f'data.vocabulary={config.vocabulary!r} is not the vocabulary of {directory}: {change}: leave it out'
         )

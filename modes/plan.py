@@ -1,6 +1,6 @@
-"""`--mode=plan`: compile the step of a config for devices that need not be here.
+"""`--mode=plan`: compile the step of a config for local or absent devices.
 
-It prints whether the step fits, its FLOPs and its traffic. libtpu compiles for a slice of
+It prints whether the step fits, its FLOPs and its communication. libtpu compiles for a slice of
 TPUs on any machine; a CPU stands in for many devices.
 """
 
@@ -30,7 +30,7 @@ from run.console import Console
 
 
 def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int:
-    # Before a checkpoint is opened, which starts JAX.
+    # First, because opening a checkpoint starts JAX.
     devices = devices_of(flags.topology)
     config, line = with_restored_sizes(config, command_line.changes())
     if line:
@@ -46,7 +46,7 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 
 
 def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
-    """Yield the lines of a plan. Drawing them compiles, and raises Refused if the step does not fit."""
+    """Yield the lines of a plan. Iterating compiles, and raises Refused if the step does not fit."""
     mesh = spec.mesh
     lengths = config.data.lengths
     num_parameters = sum(x.size for x in spec.state_shapes.params.values())
@@ -91,7 +91,7 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
     yield f'FLOPs of a step by {whose} formula: {flops:.4g}'
     try:
         program = step.as_text() or ''
-    except jax.errors.JaxRuntimeError as error:  # seen of large programs
+    except jax.errors.JaxRuntimeError as error:  # seen with large programs
         yield f'Collectives, estimate: not known, XLA does not print this program: {error}'
         return
     collectives = collectives_of(program, mesh)
@@ -110,9 +110,9 @@ def lines_of(config: ConfigDict, spec: train.StepSpec) -> Iterator[str]:
 
 
 def flops_of_step(spec: train.StepSpec) -> float:
-    """Return the FLOPs of a step: the matrix products of the forward pass three times.
+    """Return the FLOPs of a step: three times the matrix products of the forward pass.
 
-    No recomputing, no causal half, no lookups, no optimizer.
+    Without recomputation, lookups and the optimizer; causal attention counts in full.
     """
     c = spec.model_config
     S, _ = spec.features['encoder_input_tokens']
@@ -130,23 +130,23 @@ def line_of_estimate(
         for number in re.findall(r'"estimated_cycles":"(\d+)"', instruction.text):
             cycles += times * int(number)
     computing = cycles / chip.clock
-    alone = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if not x.is_async)
-    beside = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if x.is_async)
-    seconds = alone + max(computing, beside)
+    exposed = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if not x.is_async)
+    overlapped = sum(x.times * seconds_of(x, mesh, chip) for x in collectives if x.is_async)
+    seconds = exposed + max(computing, overlapped)
     mfu = flops / (seconds * chip.flops * mesh.size)
     return (
         f'Estimate: {seconds:.3g} s a step, MFU {mfu:.2f}. It assumes {computing:.3g} s of computing, '
-        f"XLA's own count of cycles at {chip.clock / 1e9} GHz; {alone:.3g} s of collectives that nothing hides "
-        f'and {beside:.3g} s of asynchronous ones hidden as far as computing lasts, at '
-        f'{chip.link / 1e9:.0f} GB/s along a ring of the torus and half of it along a line; '
+        f"XLA's own count of cycles at {chip.clock / 1e9} GHz; {exposed:.3g} s of exposed collectives "
+        f'and {overlapped:.3g} s of asynchronous ones, hidden for as long as computing lasts, at '
+        f'{chip.link / 1e9:.0f} GB/s along a ring of the torus and half of that along a line; '
         f'a peak of {chip.flops / 1e12:.0f} TFLOP/s; no wait for data'
     )
 
 
 def seconds_of(collective: Collective, mesh: Mesh, chip: Chip) -> float:
-    """Return how long a collective takes at the full speed of all the links along its axes.
+    """Return the seconds that a collective takes at the full speed of all links along its axes.
 
-    One that lies along no axis ('others') takes the links along all of them.
+    A collective along no axis ('others') takes the links along all of them.
     """
     axes = mesh.axis_names if collective.axes == ('others',) else collective.axes
     index = tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)

@@ -1,4 +1,4 @@
-"""Everything that changes the process, in one file. Nothing outside modes/ does, and nothing at an import.
+"""Everything that changes the process, in one file. Nothing outside modes/ changes it, and no import does.
 
 | what | by | until |
 |---|---|---|
@@ -11,7 +11,7 @@
 | line editing of `input` (readline) | `read_line` | its end |
 | SIGPIPE | `end_with_reader` | its end |
 | TF_CPP_MIN_LOG_LEVEL, if several processes run | `set_variables` | its end |
-| XLA_FLAGS and libtpu's variables, for devices that are not here | `set_variables` | its end |
+| XLA_FLAGS and libtpu's variables, for absent devices | `set_variables` | its end |
 | the exit of a process that cannot continue (os._exit) | `end_now`, `ending_after`, `Signals` | |
 
 Apart from these: run/prefetch.py changes its own worker processes, and train() in a notebook, without main.py,
@@ -36,7 +36,7 @@ SETTING = 'glibc.malloc.hugetlb=1'
 # The kernel's policy: always, madvise or never.
 POLICY = Path('/sys/kernel/mm/transparent_hugepage/enabled')
 
-# Signals that ask a run to end: of a terminal, and of SLURM, SGE and LSF before a job's time is over.
+# Signals that ask a run to end: from a terminal, or from SLURM, SGE or LSF before a job's time is over.
 SIGNALS = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -46,19 +46,19 @@ SIGNALS = (
     signal.SIGXCPU,
 )
 
-# After a signal, in modes that have parts of their work on the disk.
+# The advice after a signal, in modes that keep the finished parts of their work.
 SAME_COMMAND = 'the same command continues'
 
 
 def begin() -> None:
-    """Set what counts for the whole program, for all modes."""
+    """Configure the process for all modes."""
     os.environ['JAX_ENABLE_X64'] = '0'  # the settings have the dtypes
-    # On GPUs, random numbers then come from kernels of JAX: programs compile three times as fast.
+    # With JAX's own kernels for random numbers, GPU programs compile three times as fast.
     os.environ.setdefault('JAX_THREEFRY_GPU_KERNEL_LOWERING', 'true')
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports TensorFlow if that is installed
-    # Without it, gcsfs looks for credentials for seconds at every call.
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath imports an installed TensorFlow
+    # Without this, gcsfs looks for credentials for seconds at every call.
     os.environ.setdefault('GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT', 'false')
-    if isinstance(sys.stdout, io.TextIOWrapper):  # it may print names of files that are not UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may not be UTF-8
         sys.stdout.reconfigure(errors='backslashreplace')
     gc.disable()  # prepared objects stay: searching them for cycles takes a tenth of the time
 
@@ -68,8 +68,8 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-# Huge pages on CPUs. XLA asks malloc for the temporary arrays of each step again, and a page of 4 KiB costs a fault
-# when it is first touched. glibc uses pages of 2 MiB from 2.35 on, if GLIBC_TUNABLES says so before the process starts.
+# Huge pages on CPUs. XLA allocates the temporary arrays of each step again, and each page of 4 KiB costs a fault
+# when first touched. glibc 2.35 and later use pages of 2 MiB if GLIBC_TUNABLES is set before the process starts.
 
 
 def restart() -> None:
@@ -110,15 +110,15 @@ def is_program(original: list[str], arguments: list[str]) -> bool:
 class Signals:
     """A listener for `SIGNALS`.
 
-    `number` is the first signal, which the loop asks for between two steps. A second signal ends
+    `number` is the first signal, which the loop checks between two steps. A second signal ends
     the process at once, and so does the first if there is nothing to save (`can_wait` is False).
     A thread listens, because a handler in Python would have to wait for XLA, which may compile for
-    minutes. SIGHUP stays ignored under nohup. The kernel repeats SIGXCPU each second: it is no second signal.
+    minutes. SIGHUP stays ignored under nohup. The kernel repeats SIGXCPU each second: repeats do not count.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.is_preparing = True  # errors are of flags, settings and inputs
+        self.is_preparing = True  # errors come from flags, settings and inputs
         self.can_wait = False
         self.is_silent = False
         self.raises_interrupts = False
@@ -129,7 +129,7 @@ class Signals:
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
-            # Without a handler nothing is written to the descriptor, from which `listen` reads.
+            # Only a signal with a handler is written to the descriptor, from which `listen` reads.
             signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self.listen, daemon=True).start()
 
@@ -156,7 +156,7 @@ class Signals:
             if self.number:
                 self.end(number, 'the last checkpoint stands')
             self.number = number
-            self.report('stopping, this step is finished and saved; once more to stop at once')
+            self.report('stopping after this step is saved; a second signal stops at once')
 
     def end(self, number: int, advice: str) -> NoReturn:
         self.report(f'stopped at once, {advice}')
@@ -201,13 +201,13 @@ def ending_after(seconds: float, text: str) -> Iterator[None]:
 
 
 def check_streams() -> None:
-    """End the program if a stream is closed: a file would get its number, and what libraries print."""
+    """End the program if a stream is closed: a file would get its descriptor, and the output of libraries."""
     if None in (sys.stdout, sys.stderr):
         sys.exit('main.py: standard output or error is closed: redirect it to /dev/null')
 
 
 def read_line(prompt: str) -> str:
-    """Return a line that is typed at a terminal, with the keys of readline. Raises EOFError at its end."""
+    """Return a line typed at a terminal, with the keys of readline. Raises EOFError at the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() uses it from then on
     return input(prompt)
@@ -219,20 +219,20 @@ def writing(file: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        with contextlib.suppress(OSError):  # else Python writes it again at its end
+        with contextlib.suppress(OSError):  # else Python writes the buffer again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
         error.filename = 'standard error' if file is sys.stderr else 'standard output'
         raise
 
 
 def finish_streams() -> None:
-    """Write what standard output holds. Drop it if that fails."""
+    """Flush standard output. Drop its buffer if that fails."""
     with contextlib.suppress(OSError), writing(sys.stdout):
         sys.stdout.flush()
 
 
 def print_lines(lines: Iterable[str], file: TextIO) -> None:
-    """Print lines as they are made. Raises OSError if that fails."""
+    """Print lines as they arrive. Raises OSError if that fails."""
     for line in lines:
         with writing(file):
             print(line, file=file, flush=True)

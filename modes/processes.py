@@ -1,8 +1,8 @@
 """Several processes of one run: they find each other, and if one is lost, the others stop.
 
 `join` comes before anything that touches JAX's devices. JAX's heartbeat, which no Python thread sends, tells
-which processes live; its key-value store holds why a run ends. Process 0 alone prints, except for errors
-that only others have.
+which processes are alive; its key-value store holds the reason why a run ends. Only process 0 prints, except for
+errors that it does not have.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 FLAGS = ('coordinator_address', 'num_processes', 'process_id', 'heartbeat')
 GIVE_FLAGS = 'give --coordinator_address=HOST:PORT (of process 0) --num_processes=N --process_id=I, I from 0 to N - 1'
 CONTINUES = 'all others are stopped, and the same command continues from the last checkpoint'
-TICK_SECONDS = 1  # between two looks at which processes live
+TICK_SECONDS = 1  # between checks of which processes are alive
 SECONDS_TO_SAY = 1  # for process 0 to report an error that all processes have
-GRACE_SECONDS = 5  # for the others to end by themselves after one that failed
-STATUS_OF_XLA = re.compile(r'[A-Z]+(_[A-Z]+)*: ')  # as 'UNKNOWN: Gloo AllGather failed' begins
+GRACE_SECONDS = 5  # for the others to end by themselves after one has failed
+STATUS_OF_XLA = re.compile(r'[A-Z]+(_[A-Z]+)*: ')  # how 'UNKNOWN: Gloo AllGather failed' begins
 NEVER = 10**9  # milliseconds
 
 
@@ -42,8 +42,8 @@ def join(
 ) -> 'Group':
     """Join the other processes, if there are any.
 
-    The flags tell how, or the launcher that started this process: SLURM's srun, Open MPI's mpirun, a TPU pod,
-    an indexed job of Kubernetes. Raises Refused for wrong flags.
+    The flags describe them, or the launcher that started this process does: SLURM's srun, Open MPI's mpirun, a
+    TPU pod, an indexed job of Kubernetes. Raises Refused for wrong flags.
     """
     cluster = None
     local_device_ids: list[int] | None = None
@@ -53,19 +53,19 @@ def join(
     elif not is_launched(os.environ):
         return Group()
     elif not shares_host(os.environ):
-        local_device_ids = []  # JAX takes that for all, and None for one
-    # XLA prints nothing but fatal errors, unless the user sets this. It is read when JAX is imported.
+        local_device_ids = []  # to JAX, [] means all devices, and None one
+    # XLA prints only fatal errors, unless the user sets this. It is read when JAX is imported.
     process.set_variables({'TF_CPP_MIN_LOG_LEVEL': os.environ.get('TF_CPP_MIN_LOG_LEVEL', '3')})
     import jax
     from jax._src import distributed  # its key-value store has no public name
 
     # `process.Signals` listens to SIGTERM.
     jax.config.update('jax_enable_preemption_service', False)
-    # Otherwise JAX aborts all processes that miss one, without its name.
+    # Otherwise JAX aborts all processes if one is lost, without naming it.
     jax.config.update('jax_enable_recoverability', True)
     seconds = 10 * heartbeat
     late = (
-        f'not all processes have met within {seconds} s: start all of them, with the same '
+        f'not all processes have joined within {seconds} s: start all of them, with the same '
         '--coordinator_address and --num_processes, or give a longer --heartbeat'
     )
     with process.ending_after(seconds, late):  # JAX would abort
@@ -94,19 +94,19 @@ def check_flags(
     coordinator_address: str | None, num_processes: int | None, process_id: int | None
 ) -> None:
     """Raise Refused unless the three flags fit together."""
-    given = f'--coordinator_address={coordinator_address}'
+    address = f'--coordinator_address={coordinator_address}'
     port = re.fullmatch(r'.+:(\d{1,5})', coordinator_address or '')
     is_one_of = num_processes is not None and process_id is not None and process_id < num_processes
     if port is None or not 1 <= int(port[1]) < 2**16 or not is_one_of:
         raise Refused(
-            f'{given} --num_processes={num_processes} --process_id={process_id}: {GIVE_FLAGS}'
+            f'{address} --num_processes={num_processes} --process_id={process_id}: {GIVE_FLAGS}'
         )
     if process_id == 0 and num_processes != 1:  # JAX would wait, or crash
         try:
             socket.create_server(('', int(port[1]))).close()
         except OSError as error:
             raise Refused(
-                f'{given}: process 0 cannot listen there ({error.strerror}): give all a free port of this host'
+                f'{address}: process 0 cannot listen there ({error.strerror}): give all a free port of this host'
             ) from error
 
 
@@ -123,13 +123,13 @@ def is_launched(environment: Mapping[str, str]) -> bool:
     hosts = environment.get('TPU_PROCESS_ADDRESSES') or environment.get('TPU_WORKER_HOSTNAMES')
     if hosts is not None:
         return ',' in hosts
-    # A virtual machine with TPUs: Google's metadata tell whether it is a part of a slice.
+    # A virtual machine with TPUs: Google's metadata tell whether it is part of a slice.
     has_tpu = glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')
     return bool(has_tpu and find_spec('libtpu') and 'TPU_SKIP_MDS_QUERY' not in environment)
 
 
 def shares_host(environment: Mapping[str, str]) -> bool:
-    """Return whether this process shares the GPUs that it sees with others: JAX gives each of them one."""
+    """Return whether this process shares its visible GPUs with others: JAX gives each process one."""
     if ',' not in environment.get('CUDA_VISIBLE_DEVICES', ','):
         return False
     if 'SLURM_STEP_NUM_NODES' in environment:
@@ -138,7 +138,7 @@ def shares_host(environment: Mapping[str, str]) -> bool:
 
 
 class Group:
-    """The processes of a run, as one of them knows them. One that is alone has no `client`."""
+    """This process's view of the processes of a run; `client` is None if it runs alone."""
 
     def __init__(
         self,
@@ -159,8 +159,8 @@ class Group:
             threading.Thread(target=self._obey, args=(client,), daemon=True).start()
 
     def _watch(self, client: '_jax.DistributedRuntimeClient') -> None:
-        """Say which process is lost. Each process asks: JAX answers when all that live have."""
-        with contextlib.suppress(RuntimeError):  # this process leaves while it asks
+        """Announce lost processes. Each process asks: JAX answers once all live processes have asked."""
+        with contextlib.suppress(RuntimeError):  # raised if this process leaves meanwhile
             while not self.has_ended.wait(TICK_SECONDS):
                 for number in set(self.everyone) - client.get_live_nodes(self.everyone).keys():
                     title = client.key_value_try_get(f'title/{number}')
@@ -176,7 +176,7 @@ class Group:
         self._leave(1, others_end_within=TICK_SECONDS)
 
     def _leave(self, status: int, others_end_within: float) -> NoReturn:
-        """End this process after an error. Process 0, without which JAX aborts the others, ends after them."""
+        """End this process after an error, process 0 after the others: JAX aborts them without it."""
         self.has_ended.set()
         if self.number == 0:
             time.sleep(others_end_within)
@@ -186,15 +186,15 @@ class Group:
         """Raise Refused in a process whose settings differ from process 0."""
         if self.client is None:
             return
-        own = {name: str(value) for name, value in settings.items()}
+        texts = {name: str(value) for name, value in settings.items()}
         if self.number == 0:
-            self.client.key_value_set('settings', json.dumps(own))
+            self.client.key_value_set('settings', json.dumps(texts))
             return
         first = json.loads(self.client.blocking_key_value_get('settings', 1000 * self.heartbeat))
         different = []
-        for name in sorted(own | first):
-            if own.get(name) != first.get(name):
-                different.append(f'{name}={own.get(name)}, not {first.get(name)}')
+        for name in sorted(texts | first):
+            if texts.get(name) != first.get(name):
+                different.append(f'{name}={texts.get(name)}, not {first.get(name)}')
         if different:
             raise Refused(
                 f'other settings than in process 0: {first_ten(different, "; ")}: give all the same command'
@@ -207,8 +207,8 @@ class Group:
             return status
         from run.agreement import ProcessFailed  # imports JAX
 
-        # Another process may be lost, and the heartbeat names it later. XLA's errors are JaxRuntimeError or, of
-        # an array that is fetched, ValueError.
+        # If another process is lost, let the heartbeat name it first. XLA's errors are JaxRuntimeError or, when
+        # an array is fetched, ValueError.
         if STATUS_OF_XLA.match(str(error)):
             time.sleep(self.heartbeat + GRACE_SECONDS)
         text = f'{type(error).__name__}: {errors.one_line(error)}'  # an assert has no message
@@ -216,10 +216,10 @@ class Group:
             self.client.key_value_set('error', text)
             errors.report(error)
         else:
-            of_first = ''
+            first_text = ''
             with contextlib.suppress(RuntimeError):  # process 0 has none
-                of_first = self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
-            if text != of_first and not isinstance(error, ProcessFailed):
+                first_text = self.client.blocking_key_value_get('error', 1000 * SECONDS_TO_SAY)
+            if text != first_text and not isinstance(error, ProcessFailed):
                 errors.report(error, of=self.title)
         process.finish_streams()
         self.has_ended.set()
@@ -239,16 +239,16 @@ class Group:
         self.has_ended.set()
         if self.number > 0:
             jax.distributed.shutdown()
-        else:  # without process 0, JAX aborts those that are still connected
+        else:  # without process 0, JAX aborts the processes that are still connected
             while len(self.client.get_live_nodes(self.everyone)) > 1:
                 time.sleep(0.1)
-            time.sleep(TICK_SECONDS)  # until those that have just left no longer ask for process 0
+            time.sleep(TICK_SECONDS)  # until the last to leave no longer ask for process 0
         return status
 
 
 def announce(
     client: '_jax.DistributedRuntimeClient', number: int, reason: str, grace: float
 ) -> None:
-    """Tell all processes why a process ends them, '' if all are done. Only the first reason counts."""
-    with contextlib.suppress(RuntimeError):  # there is one
+    """Tell all processes why the run ends, '' if all are done. Only the first reason counts."""
+    with contextlib.suppress(RuntimeError):  # there is a reason already
         client.key_value_set('end', json.dumps([number, reason, grace]))

@@ -1,4 +1,4 @@
-"""`--mode=report`: a table of one run or of several, from their files alone.
+"""`--mode=report`: a table of one or more runs, from their files alone.
 
     python main.py --mode=report --runs=runs/a,runs/b
 
@@ -27,8 +27,8 @@ from messages import Refused
 from modes import process
 from run import results
 
-NUM_EXAMPLES = 3  # of each task
-MAX_CHARACTERS = 60  # of a text, but for names and settings: they may differ at their ends
+NUM_EXAMPLES = 3  # per task
+MAX_CHARACTERS = 60  # per text; more for names and settings, which may differ at their ends
 VALIDATION = 'training_eval/'  # the prefix of an evaluation's name in metrics.jsonl
 LOAD = 'experts/load/'  # the prefix of the load of each expert of families/switch.py
 Column = dict[str, str]  # {title of a row: its cell}, of one run
@@ -45,7 +45,7 @@ def main(config: None, flags: FlagValues, signals: process.Signals) -> int:
 def write(names: Sequence[str], output_dir: str = '') -> list[str]:
     """Write the table of some runs to `output_dir`, else into the first run. Return its lines."""
     if not names:
-        raise Refused('--runs is missing: name one run or several, as in --runs=RUN,RUN')
+        raise Refused('--runs is missing: name one or more runs, as in --runs=RUN,RUN')
     folders = [paths.disk_path(name) for name in names]
     numbers = [numbers_of(folder) for folder in folders]
     common = os.path.commonpath([folder.parent for folder in folders])
@@ -78,11 +78,11 @@ def table(names: Sequence[str], parts: Sequence[Sequence[Column]]) -> list[str]:
 
 
 def differing_settings(folders: Sequence[Path]) -> list[Column]:
-    """Return the settings that differ between runs; of one run, those that are not the default."""
-    stored = [check.read_stored(folder) for folder in folders]
+    """Return the settings that differ between runs; for one run, between it and the defaults."""
+    run_settings = [check.read_stored(folder) for folder in folders]
     if len(folders) == 1:
-        stored.append(json.loads(base.get_config().to_json()))  # with lists for tuples
-    all_settings = [dict(check.leaves(ConfigDict(x, allow_dotted_keys=True))) for x in stored]
+        run_settings.append(json.loads(base.get_config().to_json()))  # with lists for tuples
+    all_settings = [dict(check.leaves(ConfigDict(x, allow_dotted_keys=True))) for x in run_settings]
     compared = [settings for settings in all_settings if settings]  # a folder of results has none
     columns: list[Column] = [{} for _ in folders]
     for key in dict.fromkeys(itertools.chain(*compared)):
@@ -98,9 +98,9 @@ def numbers_of(folder: Path) -> Column:
     """Return the losses, the times and the task metrics of a run, each with its step."""
     metrics: dict[str, Tags] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for line in read_metrics(folder):
-        of_name = metrics[line['run']]
+        tags = metrics[line['run']]
         for tag in line.keys() - {'run', 'step', 'corpus'}:
-            of_name[tag][line['step']] = line[tag]
+            tags[tag][line['step']] = line[tag]
     column: Column = {}
 
     def add(title: str, values: Mapping[int, float], best: int = -1) -> None:
@@ -108,7 +108,7 @@ def numbers_of(folder: Path) -> Column:
             if step in values:
                 column[f'{title}, {name}'] = f'{results.format_value(values[step])} at {step:,}'
 
-    # Training: the times are without evaluating and saving.
+    # Training: the times exclude evaluating and saving.
     train = metrics['train']
     add('training loss', train['nats_per_token'])
     speeds = [x for x in train['timing/steps_per_second'].values() if x > 0]
@@ -119,10 +119,10 @@ def numbers_of(folder: Path) -> Column:
         if tag.startswith(LOAD):
             add(f'load of expert {tag.removeprefix(LOAD)}', train[tag])
 
-    # Evaluations: the best step is the one in results.csv, T5's.
-    for name, of_name in sorted(metrics.items()):
+    # Evaluations: the best steps are those in results.csv.
+    for name, tags in sorted(metrics.items()):
         if name.startswith(VALIDATION):
-            losses = of_name['nats_per_text_token']
+            losses = tags['nats_per_text_token']
             finite = [step for step, loss in losses.items() if math.isfinite(loss)]
             best = min(finite, key=losses.__getitem__, default=-1)
             add(f'validation loss of {name.removeprefix(VALIDATION)}', losses, best)
@@ -165,8 +165,8 @@ def read_example(content: bytes, title: str) -> tuple[str, str]:
 
 
 def code(text: str, limit: int = MAX_CHARACTERS) -> str:
-    """Return a text as code in a table of Markdown, which shows '<extra_id_0>' as it is."""
-    # Without characters that would end the row, control the terminal, or cannot be encoded.
+    """Return a text as code in a table of Markdown, which shows '<extra_id_0>' unchanged."""
+    # Replace characters that end the row, control the terminal, or cannot be encoded.
     text = re.sub(r'[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]+', ' ', text)
     if len(text) > limit:
         text = f'{text[:limit]} …'

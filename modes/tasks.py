@@ -1,4 +1,4 @@
-"""`--mode=tasks`: the tables, a mixture with its sources, examples of a task.
+"""`--mode=tasks`: list all tasks, a mixture with its sources, or examples of a task.
 
 Imports no jax.
 """
@@ -47,11 +47,10 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 def describe(
     config: ConfigDict, split: str = '', num_examples: int = 0, vocabulary: Vocabulary | None = None
 ) -> Iterator[str]:
-    """Return the lines about what config.task names, or about all tasks if it is ''.
+    """Return the lines about the task or mixture config.task, or about all if it is ''.
 
-    `config`: config.data. `split`: of the examples, by default the first that the task has.
-    `vocabulary`: also prints their ids. Raises Refused for an unknown name; the lines raise it
-    where a source does not open.
+    `config`: config.data. `split`: of the examples, by default the first that the task has. `vocabulary`:
+    also prints their ids. Raises Refused for an unknown name; the lines raise it if a source does not open.
     """
     if split:
         check_split(split)
@@ -66,23 +65,23 @@ def describe(
     return describe_task(task, config, split, num_examples, vocabulary)
 
 
-# The list of all.
+# The list of all tasks.
 
 
 def groups(module: str) -> dict[str, Sequence[Task | Mixture]]:
-    """Return {title: tasks or mixtures} of all; a data.module comes first.
+    """Return all tasks and mixtures by title, data.module first.
 
     The tasks of mT5, ByT5 and T0 are listed with one of their mixtures.
     """
     groups: dict[str, Sequence[Task | Mixture]] = {}
     if module:
-        groups[f'Of data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
-    of_t0 = t0.mixtures()
-    known = {row.name for rows in [*t5.groups().values(), of_t0] for row in rows}
+        groups[f'From data.module={module!r}:'] = list(tasks.names.own_tasks(module).values())
+    t0_mixtures = t0.mixtures()
+    names = {row.name for rows in [*t5.groups().values(), t0_mixtures] for row in rows}
     mixtures = [row for row in t5.table().values() if isinstance(row, Mixture)]
     groups |= t5.groups()
-    groups['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in known]
-    groups['Mixtures of T0'] = of_t0
+    groups['Mixtures of mT5 and ByT5'] = [row for row in mixtures if row.name not in names]
+    groups['Mixtures of T0'] = t0_mixtures
     return groups
 
 
@@ -109,10 +108,10 @@ def list_of(groups: Mapping[str, Sequence[Task | Mixture]]) -> Iterator[str]:
                     line = '    '
                 yield f'{line}  {names}'.rstrip()
             else:
-                num_by_size = len(row.tasks_by_size)
-                by_size = f', {num_by_size} with a rate by their number of examples'
                 line = f'  {row.name:{name_width}}  {len(row.members)} tasks'
-                yield line + by_size if num_by_size else line
+                if row.tasks_by_size:
+                    line += f', {len(row.tasks_by_size)} with a rate by their number of examples'
+                yield line
 
 
 def source_of(task: Task) -> str:
@@ -150,7 +149,7 @@ def name_of_metric(metric_fn: MetricFn) -> str:
 def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
     """Yield a line for each task of a mixture: its rate and whether its source opens.
 
-    Raises Refused that says what to put where, if one does not open.
+    Raises Refused, with a remedy, if one does not open.
     """
     opened: dict[str, Source] = {}
     problems: dict[str, str] = {}
@@ -167,7 +166,7 @@ def describe_mixture(mixture: Mixture, config: ConfigDict) -> Iterator[str]:
             sizes[name] = num_records
             unknown.discard(name)
     if all(task.train_split == NO_SPLIT for task in mixture.tasks.values()):
-        rates = dict.fromkeys(mixture.tasks, 0.0)  # it is evaluated alone
+        rates = dict.fromkeys(mixture.tasks, 0.0)  # a mixture for evaluation only
     else:
         rates = mixture.rates(sizes | dict.fromkeys(unknown, 1))
     total = sum(rates.values())
@@ -208,7 +207,7 @@ def describe_task(
 
 
 def records_of(source: Source, task: Task, split: str) -> Iterator[Record]:
-    """Return the records of a split, by default of the first that there is."""
+    """Return the records of a split, by default of the first one available."""
     available = [name for name in SPLITS if source.may_hold(name)]
     split = split or ''.join(available[:1])
     if split not in available:
@@ -227,7 +226,7 @@ def examples_of(
         examples: Iterable[Tokenized] = [Tokenized(record.name, record.fields, {})]
         if tokenized is not None:
             examples = tokenized.tokenize([record])
-        elif not task.source.is_tokenized:  # else the record of a task cache is one example
+        elif not task.source.is_tokenized:  # a record of a task cache is one example
             examples = [Tokenized(record.name, texts, {}) for texts in task.texts_of(record)]
         for example in examples:
             lines = ['', record.name]

@@ -1,4 +1,4 @@
-"""The devices that `--topology` names, which need not be here, and their published figures."""
+"""The devices that `--topology` names, local or absent, and their published figures."""
 
 import os
 from typing import NamedTuple
@@ -21,30 +21,30 @@ class Chip(NamedTuple):
 
 # {JAX's kind of device: Chip}. FLOPs are from cloud.google.com/tpu/docs, links and rings from
 # jax-ml.github.io/scaling-book/tpus. Clocks are computed: FLOPs / (2 * the multipliers of a chip), 4 matrix
-# units of 128 x 128 in v5e, 8 in v5p. For v6e 4 of 256 x 256 are assumed: the docs have two, but XLA
-# (libtpu 0.0.42.1) counts 429,000 FLOPs a cycle for a product of 32,768 x 32,768 and two do 262,144.
+# units of 128 x 128 in v5e, 8 in v5p. For v6e, 4 of 256 x 256 are assumed: the docs have two, which do 262,144
+# FLOPs a cycle, but XLA (libtpu 0.0.42.1) counts 429,000 for a product of 32,768 x 32,768.
 CHIPS = {
     'TPU v5 lite': Chip(flops=197e12, clock=1.5e9, link=1e11, ring=16),
     'TPU v5': Chip(flops=459e12, clock=1.75e9, link=2e11, ring=4),
     'TPU v6 lite': Chip(flops=918e12, clock=1.75e9, link=2e11, ring=16),
 }
-TPUS = ('v5e', 'v5p', 'v6e')  # libtpu's names of them
-# libtpu looks for its TPU and lets one process in: here it only compiles.
+TPUS = ('v5e', 'v5p', 'v6e')  # libtpu's names
+# By default libtpu looks for a TPU and admits one process; here it only compiles.
 LIBTPU = {
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
     'TPU_SKIP_MDS_QUERY': '1',
     'TPU_WORKER_HOSTNAMES': 'localhost',
     'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
 }
-# {name: (JAX's kind of device, bytes of memory, bytes per second)} of GPUs, 8 in a machine.
+# GPUs: {name: (JAX's kind of device, bytes of memory, bytes per second)}.
 GPUS = {
     'h100': ('NVIDIA H100 80GB HBM3', 84_942_979_072, 3_350_000_000_000),
     'h200': ('NVIDIA H200', 151_397_597_184, 4_800_000_000_000),
 }
 GPUS_OF_A_HOST = 8
-# XLA cannot try Triton's tiles on a GPU that is not here, and ends where those that it guesses do not fit.
+# XLA cannot try Triton's tiles on an absent GPU, and aborts if its guesses do not fit.
 XLA_FLAG = '--xla_gpu_enable_triton_gemm=false'
-# XLA's description of a GPU, in its words: the Hopper chip of NVIDIA's tuning guide, and which software runs it.
+# XLA's description of a GPU: the Hopper chip of NVIDIA's tuning guide, and its software.
 HOPPER = """
 platform_name: "CUDA"
 device_description_str: "{kind}"
@@ -85,7 +85,7 @@ REMEDY = 'name a slice of TPUs, such as v5e:16x16, v5p:4x4x4 or v6e:16x16, or h1
 
 
 def devices_of(topology: str) -> list:
-    """Return the devices that --topology names: v5e:16x16, h100:8, cpu:8, '' for those that are here."""
+    """Return the devices that --topology names: v5e:16x16, h100:8, cpu:8, '' for the local ones."""
     if not topology:
         return local_devices()
     kind, _, size = topology.partition(':')
@@ -99,7 +99,7 @@ def devices_of(topology: str) -> list:
     if kind == 'cpu':
         jax.config.update('jax_num_cpu_devices', num_devices)
         return jax.devices()
-    # JAX's cache takes programs of absent devices, and cannot read them.
+    # JAX would cache programs of absent devices, but cannot read them.
     jax.config.update('jax_enable_compilation_cache', False)
     try:
         if kind in GPUS:
@@ -114,14 +114,14 @@ def devices_of(topology: str) -> list:
             ).devices
         process.set_variables(LIBTPU)
         return topologies.get_topology_desc(platform='tpu', topology_name=topology).devices
-    except (RuntimeError, ValueError) as error:  # the plugin is missing, or has no such slice
+    except (RuntimeError, ValueError) as error:  # the plugin is missing, or does not know the slice
         raise Refused(
             f'--topology={topology}: {error}: install .[tpu] or .[cuda]: {REMEDY}'
         ) from error
 
 
 def local_devices() -> list:
-    """Return the devices that are here. Raises Refused if JAX cannot start JAX_PLATFORMS."""
+    """Return the local devices. Raises Refused if JAX cannot start JAX_PLATFORMS."""
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError: cuda without its plugin

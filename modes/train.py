@@ -44,29 +44,29 @@ def main(config: ConfigDict, flags: FlagValues, signals: process.Signals) -> int
 
 
 def parse(text: str, workdir: str) -> range:
-    """Return the steps of --profile=FIRST:LAST, none for ''. Raises Refused for another text."""
+    """Return the steps of --profile=FIRST:LAST, none for ''. Raises Refused for any other text."""
     if not text:
         return range(0)
     match = re.fullmatch(r'(\d{1,10}):(\d{1,10})', text)
     steps = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not steps or steps[0] < 1 or steps[-1] > INT32_MAX or paths.is_in_bucket(workdir):
-        raise Refused(f'--profile={text}: write FIRST:LAST, as 10:13, and a --workdir on a disk')
+        raise Refused(f'--profile={text}: write FIRST:LAST, like 10:13, and a --workdir on disk')
     return steps
 
 
 def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
-    """Train as loop.train does. The first process traces `steps`, those that the run takes."""
+    """Train as loop.train does. The first process traces the `steps` that the run takes."""
     if run.train_step is None or not steps or jax.process_index() > 0:
         return loop.train(run, stop)
     compiled_step = run.train_step
     first = run.step + 1
     last = run.train.steps
-    taken = range(max(steps[0], first), min(steps[-1], last) + 1)
-    if len(taken) < len(steps):
+    span = range(max(steps[0], first), min(steps[-1], last) + 1)
+    if len(span) < len(steps):
         run.console.line(
             f'--profile={steps[0]}:{steps[-1]}: this run takes the steps {first:,} to {last:,}.'
         )
-    if not taken:
+    if not span:
         return loop.train(run, stop)
     folder = run.workdir.path / FOLDER
     numbers = itertools.count(first)
@@ -75,13 +75,13 @@ def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
         state: train.TrainState, batch: Mapping[str, jax.Array]
     ) -> tuple[train.TrainState, Mapping[str, jax.Array]]:
         step = next(numbers)
-        if step == taken[0]:
+        if step == span[0]:
             jax.block_until_ready(state)
             jax.profiler.start_trace(folder, create_perfetto_trace=True)
             at_end.callback(write)
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
             results = compiled_step(state, batch)
-        if step == taken[-1]:
+        if step == span[-1]:
             jax.block_until_ready(results)
             at_end.close()
         return results
@@ -90,5 +90,5 @@ def train_traced(run: loop.Run, steps: range, stop: Callable[[], int]) -> int:
         jax.profiler.stop_trace()
         run.console.line(f'The trace is in {folder}.')
 
-    with contextlib.ExitStack() as at_end:  # also where the run ends before the last of `steps`
+    with contextlib.ExitStack() as at_end:  # also if the run ends before the last of `steps`
         return loop.train(dataclasses.replace(run, train_step=train_step), stop)

@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, and their agreements: the end of batches, a signal to stop."""
+"""Communication between the processes of a run: arrays, failures, the end of the data, requests to stop."""
 
 import contextlib
 import signal
@@ -16,8 +16,8 @@ from messages import Refused
 from run import prefetch
 from stream import Stream
 
-STEPS_PER_AGREEMENT = 10  # several processes ask each other this often whether to stop
-SLOW_STEP_SECONDS = 1  # and after every step if steps take longer than this
+STEPS_PER_AGREEMENT = 10  # steps between agreements of several processes on whether to stop
+SLOW_STEP_SECONDS = 1  # longer steps are each followed by an agreement
 
 Result = TypeVar('Result')
 
@@ -30,7 +30,7 @@ def from_processes(x: NDArray) -> NDArray:
 
 
 def from_first_process(x: NDArray) -> NDArray:
-    """Return the `x` of the first process; all have equal shapes."""
+    """Return the `x` of the first process; all processes pass the same shape."""
     return from_processes(x)[0]
 
 
@@ -45,11 +45,11 @@ def in_all(f: Callable[[], Result]) -> Result:
         result = f()
     except Exception as raised:
         error = raised
-    failed = from_processes(np.array([error is not None]))
+    failures = from_processes(np.array([error is not None]))
     if error is not None:
         raise error
-    if failed.any():
-        raise ProcessFailed(f'process {failed.argmax()} failed: fix the error that it reports')
+    if failures.any():
+        raise ProcessFailed(f'process {failures.argmax()} failed: fix the error that it reports')
     return result
 
 
@@ -59,17 +59,17 @@ def gather(f: Callable[[], NDArray]) -> NDArray:
 
 
 class Batches:
-    """The batches of a run, made ahead. All processes get the same number; if one fails, all stop."""
+    """The prefetched batches of a run. All processes get the same number; if one fails, all stop."""
 
     def __init__(self, stream: Stream, num_workers: int, may_end: bool):
-        """Make the first batch. `may_end`: whether the stream ends."""
+        """Wait for the first batch. `may_end`: whether the stream may end."""
         self.have_ended = False
-        self._made = prefetch.batches(stream, num_workers)
+        self._prefetched = prefetch.batches(stream, num_workers)
         self._may_end = may_end
         self._following: prefetch.PrefetchedBatch | None = self._receive()
 
     def next(self) -> prefetch.PrefetchedBatch:
-        """Return the next batch: padding while only other processes still have rows. Raise the error of its making."""
+        """Return the next batch, or raise its error. It is padding if only other processes still have rows."""
         batch = self._following or self._receive()
         self._following = None
         if self._may_end:
@@ -77,7 +77,7 @@ class Batches:
         return batch
 
     def _receive(self) -> prefetch.PrefetchedBatch:
-        following = in_all(lambda: next(self._made))
+        following = in_all(lambda: next(self._prefetched))
         if self._may_end:
             is_padding = from_processes(np.array(following.is_padding))
             self.have_ended = bool(is_padding.all())
@@ -85,18 +85,18 @@ class Batches:
 
 
 def counts_of_all(stream: Stream, batch: prefetch.PrefetchedBatch) -> dict[str, list[int]]:
-    """Return {task: [examples given, examples cut]} of all processes, up to `batch`."""
+    """Return {task: [examples, trimmed examples]} of all processes, up to `batch`."""
     counts = from_processes(batch.counts).sum(axis=0)
     names = [task.name for task in stream.tasks]
     return dict(zip(names, counts.tolist(), strict=True))
 
 
 class StopRequest:
-    """Whether the run was asked to stop, on which all processes agree."""
+    """A request to stop the run, on which all processes agree."""
 
     def __init__(self, ask: Callable[[], int]):
         self.ask = ask
-        self.signal = 0  # the number of the signal that all processes agreed on
+        self.signal = 0  # the signal's number, once all processes agree
         self._every = 1  # counts between two agreements
         self._agreed_at = time.monotonic()
 
@@ -116,9 +116,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def remember_interrupt() -> Iterator[Callable[[], int]]:
-    """Give a function that returns SIGINT once it was received, else 0; a second one interrupts.
+    """Yield a function that returns SIGINT after the first one, else 0; a second SIGINT interrupts.
 
-    A handler that the program has set itself stays in place; then the function returns 0.
+    If the program has set its own handler, keep that one; the function then returns 0.
     """
     received = [0]
     default = signal.default_int_handler
@@ -130,7 +130,7 @@ def remember_interrupt() -> Iterator[Callable[[], int]]:
     def remember(number: int, frame: object) -> None:
         received[0] = number
         signal.signal(signal.SIGINT, default)
-        print('Stopping: this step is finished and saved. Interrupt once more to stop at once.')
+        print('Stopping after this step is saved. Interrupt again to stop at once.')
 
     signal.signal(signal.SIGINT, remember)
     try:

@@ -1,5 +1,5 @@
-"""What universal_pathlib's paths of gs:// and s3:// lack: listings that are not cached, checksums, reads of known size,
-an exclusive creation, and errors that name the file.
+"""Additions to universal_pathlib's gs:// and s3:// paths: uncached listings, checksums, reads of known size, exclusive
+creation, and errors that name the file.
 
 It imports no file but messages.py; fsspec and a client are imported for the first URL.
 """
@@ -32,7 +32,7 @@ class ReadError(OSError):
 
 
 def path_of(url: str) -> 'UPath':
-    """Return the path of a URL, without `..`. Refuses other schemes than gs:// and s3://."""
+    """Return the path of a URL, without `..`. Refuses schemes other than gs:// and s3://."""
     scheme, _, location = url.partition('://')
     if scheme not in CLIENTS or not find_spec(CLIENTS[scheme]) or not find_spec('upath'):
         raise Refused(f'{url}: only disks, gs:// and s3:// are known (extras .[gcs], .[s3])')
@@ -83,7 +83,7 @@ def status_of(url: str) -> FileStatus:
 
 
 def file_status(info: Mapping) -> FileStatus:
-    """Return the size and the checksum in a client's description of a file."""
+    """Take the size and the checksum from a client's description of a file."""
     return FileStatus(info['size'], info.get('crc32c', info.get('ETag')))
 
 
@@ -125,14 +125,14 @@ def remove(folder: 'UPath') -> None:
 
 
 def create(file: 'UPath', content: bytes) -> bool:
-    """Write a file unless it exists; return whether it has this `content`, which no other call writes."""
+    """Write a file unless it exists; return whether it has this `content`, which must be unique."""
     with client_errors(file, 'written', OSError):
         try:
             file.fs.pipe_file(file.path, content, mode='create')
         except OSError:  # each client has its own subclass
             if not file.exists():
                 raise
-            return file.read_bytes() == content  # its own, if the client repeated its request
+            return file.read_bytes() == content  # equal if the client repeated its request
     return True
 
 
@@ -148,7 +148,7 @@ def to_kvstore(folder: 'UPath') -> dict[str, str]:
 
 @contextlib.contextmanager
 def client_errors(file: object, verb: str, kind: type[Exception]) -> Iterator[None]:
-    """Raise `kind`, which names the file, for an error of a client. Each has its own exceptions."""
+    """Raise `kind`, with the file's name, for any error: each client has its own exceptions."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether a run may begin or continue in a folder, before anything is compiled."""
+"""Checks before anything is compiled: whether a run may begin or continue in a folder."""
 
 import collections
 import fnmatch
@@ -26,7 +26,7 @@ from sources import NO_SPLIT
 from sources.files import FileRecord, describe_changes
 from stream import OpenMixture
 
-# The files that a run writes into its workdir. It refuses another folder that has one.
+# The files that a run writes into its workdir. A run refuses any other folder that has one.
 NAMES = (
     'lock',
     'config.json',
@@ -44,7 +44,7 @@ NAMES = (
     '*.safetensors',
     '*.ckpt-*',
 )
-# The settings that may change when a run resumes. The contents of files are compared instead.
+# The settings that may change when a run resumes. Files are compared by content, not by name.
 MAY_CHANGE = (
     'train/steps',
     'train/relative_steps',
@@ -83,7 +83,7 @@ LOCK_TEXT = b'process '  # the first bytes of our lock
 
 
 def check_is_run(workdir: paths.AnyPath) -> None:
-    """Raise Refused if a run would overwrite files in `workdir` that are not a run's of this program."""
+    """Raise Refused if a run would overwrite another program's files in `workdir`."""
     paths.check_new(workdir)
     if is_run(workdir):
         return
@@ -101,7 +101,7 @@ def check_is_run(workdir: paths.AnyPath) -> None:
 
 def is_run(workdir: paths.AnyPath) -> bool:
     """Return whether the config.json of a folder, or of one of its checkpoints, belongs to a run."""
-    for path in checkpoint.list_folder(workdir):  # a client's glob lists all that lies below
+    for path in checkpoint.list_folder(workdir):  # a client's glob would list all subfolders
         if path.name.startswith('checkpoint_') and is_own_config(path / 'config.json'):
             read_stored(workdir)
             return True
@@ -139,7 +139,7 @@ def check_shared(workdir: paths.AnyPath) -> None:
     number = np.array(secrets.randbits(32))
     if jax.process_index() == 0:
         paths.replace_file(workdir / f'.seen-{number}', b'')
-    # Nobody has asked for this name before: no client of a network disk believes that it is missing.
+    # A new name: a client of a network disk might remember that an old one is missing.
     file = workdir / f'.seen-{from_first_process(number)}'
     is_seen = from_processes(np.array(file.exists()))
     if jax.process_index() == 0:
@@ -167,7 +167,7 @@ def check_saving(workdir: paths.AnyPath, num_bytes: int) -> None:
     except (OSError, ValueError) as error:
         reason = paths.reason(error.__cause__ or error)
         raise OSError(
-            f'{workdir} cannot hold checkpoints ({reason}): correct that, or name another --workdir'
+            f'{workdir} cannot hold checkpoints ({reason}): fix that, or name another --workdir'
         ) from error
     if not isinstance(workdir, Path):
         return
@@ -184,9 +184,9 @@ def check_never_saved(workdir: paths.AnyPath, lines: Sequence[Mapping]) -> None:
     first_save_was_interrupted = checkpoint.unfinished(workdir)
     if first_save_was_interrupted or not is_own_config(workdir / 'config.json'):
         return
-    stored = read_stored(workdir)
-    last = stored['train']['steps']
-    first_save = min(stored['save']['every_steps'], last)
+    run_settings = read_stored(workdir)
+    last = run_settings['train']['steps']
+    first_save = min(run_settings['save']['every_steps'], last)
     num_steps = max((line['step'] for line in lines), default=0)
     is_finished = any(line['step'] == last and line['run'] != 'train' for line in lines)
     if num_steps > first_save or is_finished:
@@ -198,8 +198,8 @@ def compare_settings(
 ) -> None:
     """Raise Refused if the run that saved the checkpoint `directory` may not continue with `settings`.
 
-    `settings`: the content of config.json today; `options`: the defaults of the options of own files. Texts are
-    compared by content, not by the names of files.
+    `settings`: the new content of config.json; `options`: the defaults of the options of users' files. Texts are
+    compared by content, not by file name.
     """
     workdir = directory.parent
     old = json.loads((directory / 'config.json').read_bytes())
@@ -216,12 +216,12 @@ def compare_settings(
     if changes:
         raise Refused(
             f'{workdir} holds a run with other settings or text ({"; ".join(changes)}): use those, or name another '
-            f'--workdir, with --config.restore.path={workdir} to begin with its parameters'
+            f'--workdir, with --config.restore.path={workdir} to start from its parameters'
         )
 
 
 def changed_settings(old: Mapping, new: Mapping, may_change: tuple[str, ...] = ()) -> list[str]:
-    """Return 'name: old -> new' for each setting that differs, except those that begin as `may_change`."""
+    """Return 'name: old -> new' for each setting that differs, except the prefixes `may_change`."""
     old = flatten(old)
     new = flatten(new)
     changes = []

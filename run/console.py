@@ -17,9 +17,9 @@ import checkpoint
 from run.workdir import Workdir
 from stream import OpenMixture
 
-SECONDS_BETWEEN_LINES = 60  # between lines of progress in a file or pipe
-MAX_COLUMNS = 79  # the width of a line of progress
-MIN_DATA_WAIT = 0.05  # the smallest fraction that a line of progress shows
+SECONDS_BETWEEN_LINES = 60  # between progress lines in a file or pipe
+MAX_COLUMNS = 79  # the width of a progress line
+MIN_DATA_WAIT = 0.05  # the smallest fraction shown in a progress line
 
 
 class Console:
@@ -33,14 +33,13 @@ class Console:
         self._lock = threading.Lock()
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
         if self.is_terminal:
             self._print(f'\r{text}\x1b[K\n')
         else:
             self._print(f'{text}\n')
 
     def live(self, text: str) -> None:
-        """Show a line that the next one overwrites; without a terminal, one that stays."""
+        """Show a line that the next one overwrites; without a terminal, a permanent one."""
         if not self.is_terminal:
             self.line(text)
             return
@@ -48,13 +47,13 @@ class Console:
         self._print(f'\r{text[:width]}\x1b[K')
 
     def validation_losses(self, begin: str, values: Mapping[str, float]) -> None:
-        """Print the values of an validation.Evaluation; `begin`: the step and, of several tasks, the task."""
-        own = values['nats_per_text_token']
+        """Print the values of a validation.Evaluation; `begin`: the step and, with several tasks, the task."""
+        loss = values['nats_per_text_token']
         baseline = values['unigram_nats_per_text_token']
-        side = 'below' if own < baseline else 'ABOVE'
+        side = 'below' if loss < baseline else 'ABOVE'
         self.line(
-            f'{begin}: validation loss {own:.3f} nats per text token, '
-            f'{abs(baseline - own):.3f} {side} the unigram baseline of {baseline:.3f} '
+            f'{begin}: validation loss {loss:.3f} nats per text token, '
+            f'{abs(baseline - loss):.3f} {side} the unigram baseline of {baseline:.3f} '
             f'(all target tokens: {values["nats_per_target_token"]:.3f}, '
             f'baseline {values["unigram_nats_per_target_token"]:.3f})'
         )
@@ -127,7 +126,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe_time(totals: Mapping[str, float]) -> str:
-    """Return a line that adds up the seconds of a run's activities, the longest first."""
+    """Return a line with the time of a run, in total and by activity, the longest first."""
     parts = []
     for activity in sorted(totals, key=lambda x: -totals[x]):
         if totals[activity] >= 0.5:
@@ -136,7 +135,7 @@ def describe_time(totals: Mapping[str, float]) -> str:
 
 
 def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yield a line for each task with examples that were cut; `counts`: {task: [given, cut]}."""
+    """Yield a line for each task with trimmed examples; `counts`: {task: [examples, trimmed]}."""
     for task, (num_examples, num_trimmed) in counts.items():
         if num_trimmed:
             yield (
@@ -146,7 +145,7 @@ def describe_trimming(counts: Mapping[str, Sequence[int]]) -> Iterator[str]:
 
 
 class End(enum.Enum):
-    """Why a run takes no more steps."""
+    """Why a run is finished."""
 
     STEPS = 'train.steps'
     EPOCHS = 'train.epochs'
@@ -170,9 +169,7 @@ def ending(
             f'better {history.metric}: this run is finished.'
         )
     elif end == End.EPOCHS and not took_steps:
-        lines.append(
-            f'train.epochs={train.epochs} are over after step {step:,}: this run is finished.'
-        )
+        lines.append(f'train.epochs={train.epochs} ended at step {step:,}: this run is finished.')
     elif not took_steps:
         lines.append(f'Already at step {step:,} of {train.steps:,}: nothing to do.')
     best_step = history.best_of(checkpoint.steps(workdir.path))
@@ -190,8 +187,8 @@ def ending(
     has_inputs = all(task.task.takes_inputs for task in mixture.tasks)
     if mixture.corpus.startswith('pydoc') and not has_inputs:
         flags = shlex.join(['--config.data.files=/path/to/*.txt', f'--workdir={folder}-mine'])
-        after = f'the same command with {flags} learns from your text, one document a line.'
-        return [*lines, f'Next: {after}']
+        advice = f'the same command with {flags} learns from your text, one document a line.'
+        return [*lines, f'Next: {advice}']
     changes = []
     if step >= train.steps:
         name = 'relative_steps' if train.relative_steps else 'steps'
@@ -201,8 +198,8 @@ def ending(
     if not changes:
         changes.append('a larger --config.train.epochs')
     tensorboard = shlex.join(['tensorboard', f'--logdir={folder}'])
-    after = f'{tensorboard} shows the curves; {" with ".join(changes)} continues.'
+    commands = f'{tensorboard} shows the curves; {" with ".join(changes)} continues.'
     if has_inputs:
         infer = shlex.join(['python', 'main.py', '--mode=infer', f'--checkpoint={folder}'])
-        after = f"{infer} --text='...' answers; {after}"
-    return [*lines, f'Next: {after}']
+        commands = f"{infer} --text='...' answers; {commands}"
+    return [*lines, f'Next: {commands}']

@@ -18,18 +18,18 @@ from vocabulary import Vocabulary
 
 SPLITS = ('train', 'validation', 'test')
 RECORDS_AT_ONCE = 128  # tokenized in one call
-FIRST_TARGETS = 100  # of each task, of which a run says how many its vocabulary changes
-PRETOKENIZED = '_pretokenized'  # T5X's suffix for the text that belongs to ids
+FIRST_TARGETS = 100  # targets per task that a new run encodes and decodes as a check
+PRETOKENIZED = '_pretokenized'  # T5X's suffix for the text behind the ids
 
 
 class RecordExample(NamedTuple):
     """An example of a split of a task, or of a file."""
 
-    fields: Fields  # its texts among them; in a task cache, all of the record
+    fields: Fields  # including its texts; from a task cache, the full record
     inputs: np.ndarray  # int32 [length]: ids, EOS included, at most data.lengths
     targets: np.ndarray | None  # the same; None for a line of a file without targets
-    is_trimmed: bool = False  # a task's: its texts were longer than a row
-    numbers: Mapping[str, float] = {}  # a task's, for an own model
+    is_trimmed: bool = False  # only for tasks: the texts were longer than a row
+    numbers: Mapping[str, float] = {}  # only for tasks: inputs of a user's model
 
     def text(self, feature: str, vocabulary: Vocabulary) -> str:
         """Return the inputs or targets as text: from the record, or from the ids if it has none."""
@@ -39,14 +39,14 @@ class RecordExample(NamedTuple):
         return text
 
     def text_of_record(self, feature: str) -> str | None:
-        """Return the inputs or targets as the record has them; None if it has ids alone."""
+        """Return the text of the inputs or targets in the record; None if it has only ids."""
         for name in (feature + PRETOKENIZED, feature):
             if isinstance(self.fields.get(name), str | bytes):
                 return text_of(self.fields[name])
         return None
 
     def features(self) -> dict[str, object]:
-        """Return the fields in SeqIO's order, with its ids after each text. Source: seqio/preprocessors.py tokenize."""
+        """Return the fields in SeqIO's order, each text followed by its ids. Source: seqio/preprocessors.py tokenize."""
         ids = {'inputs': self.inputs}
         if self.targets is not None:
             ids['targets'] = self.targets
@@ -62,7 +62,6 @@ class RecordExample(NamedTuple):
 
 
 def check_split(split: str) -> None:
-    """Raise Refused for a value of --split that names no split."""
     if split not in SPLITS:
         raise Refused(f'--split={split}: use one of {", ".join(SPLITS)}')
 
@@ -72,8 +71,8 @@ def read_split(
 ) -> Iterator[RecordExample]:
     """Yield the examples of a split, at most `limit`, cut as in training.
 
-    `with_choices`: and those after the last one that have its inputs, the other choices of one input.
-    A bad record has none, and so has one that the objective drops.
+    `with_choices`: also the next examples with the inputs of the last one, its other choices.
+    Bad records, and records that the objective drops, yield no example.
     """
     examples = _read(task, split, is_limited=limit is not None)
     for last in itertools.islice(examples, limit):
@@ -95,15 +94,15 @@ def _read(task: TokenizedTask, split: str, is_limited: bool) -> Iterator[RecordE
 
 
 def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
-    """Yield a line for each task from text to text of whose first targets the vocabulary changes some.
+    """Yield a line for each text-to-text task if the vocabulary changes some of its first targets.
 
-    A model cannot answer with such a text. Targets of a task cache that has ids alone are left out.
+    A model cannot answer with such a text. Targets of task caches that have only ids are skipped.
     """
     for task in tasks:
         if not task.task.takes_inputs:
             continue
         examples: list[RecordExample] = []
-        with contextlib.suppress(Exception):  # of a record: training raises it again at its step
+        with contextlib.suppress(Exception):  # a bad record: training raises its error later
             examples.extend(read_split(task, 'train', FIRST_TARGETS))
         texts = [example.text_of_record('targets') for example in examples]
         targets = [text for text in texts if text is not None]
@@ -113,7 +112,7 @@ def changes_of_targets(tasks: Sequence[TokenizedTask]) -> Iterator[str]:
             decoded = task.vocabulary.decode(ids)
             if decoded != text:
                 num_changed += 1
-                if not sample:  # the part around the first difference
+                if not sample:  # the text around the first difference
                     first = len(os.path.commonprefix([text, decoded]))
                     part = slice(max(first - 30, 0), first + 30)
                     sample = f'{text[part]!r} becomes {decoded[part]!r}'

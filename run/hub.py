@@ -42,12 +42,12 @@ def parse(url: str) -> Name:
 
 
 def without_commits(names: str) -> str:
-    """Return names as they were before they got commits."""
+    """Return names with their commits removed."""
     return re.sub(f'@{COMMIT}(?=[/,]|$)', '', names)
 
 
 def name_of(folder: object) -> str:
-    """Return the name of a model's folder in the cache, with its commit; the path of another folder."""
+    """Return the name, with its commit, of a model's folder in the cache; the path of any other folder."""
     match = re.search(rf'/models--([^/]+)/snapshots/({COMMIT})$', str(folder))
     if match is None:
         return str(folder)

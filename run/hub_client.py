@@ -1,7 +1,7 @@
-"""Models and data on the hub, fetched by huggingface_hub into its own cache. Imported for the first such name.
+"""Models and data on the hub, fetched by huggingface_hub into its own cache. Imported for the first hub name.
 
 The client's environment variables apply (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, ...). Its locks let one
-process fetch a file that several need.
+process fetch a file for all.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from run.buckets import FileStatus, ReadError
 
 TIMEOUT = 10  # seconds for the first answer
 NUM_THREADS = 8
-# The files of a model that are read, without its weights.
+# The files of a model to read, apart from its weights.
 FILES = [
     'config.json',
     'generation_config.json',
@@ -44,7 +44,7 @@ FILES = [
     'modules.json',
     '[0-9]_*/*',
 ]
-# Weights: the files that match the first of the patterns that matches any.
+# The files of weights: `first_matches` of these patterns.
 SAFETENSORS = [
     r'model\.safetensors',
     r'model-\d+-of-\d+\.safetensors',
@@ -58,10 +58,10 @@ CONVERT = 'https://huggingface.co/spaces/safetensors/convert'
 
 
 def to_folder(url: str, has_weights: bool = True) -> Path:
-    """Return the folder of a model in the cache with the files that are read; fetch those that are missing.
+    """Return the folder of a model in the cache, and fetch its missing files.
 
-    If main has no safetensors, take the one pull request that has, or else Flax's weights. If the hub is out of reach,
-    the cache must have all. Raises Refused.
+    If main has no safetensors, take them from a pull request, if exactly one has any; else take Flax's weights. If the
+    hub is out of reach, the cache must have the model. Raises Refused.
     """
     name = hub.parse(url)
     if name.pattern:
@@ -70,7 +70,9 @@ def to_folder(url: str, has_weights: bool = True) -> Path:
         try:
             files = file_names(name.repository, name.revision)
         except Exception as error:
-            check_out_of_reach(error)
+            response = getattr(error, 'response', None)
+            if response is not None and response.status_code < 500:  # the hub has answered
+                raise
             return cached_folder(url, name, has_weights, error)
         revision = name.revision
         weights = first_matches(SAFETENSORS, files)
@@ -119,7 +121,7 @@ def file_names(repository: str, revision: str | None) -> list[str]:
 
 
 def first_matches(patterns: Collection[str], names: Collection[str]) -> list[str]:
-    """Return the names that match the first of the patterns that matches any."""
+    """Return the names that match the first pattern with matches."""
     for pattern in patterns:
         matches = [name for name in names if re.fullmatch(pattern, name)]
         if matches:
@@ -140,7 +142,7 @@ def pulls_with_weights(repository: str) -> list[str]:
 
 
 def cached_folder(url: str, name: hub.Name, has_weights: bool, reason: Exception) -> Path:
-    """Return the folder that `to_folder` has fetched before."""
+    """Return the folder that an earlier `to_folder` fetched."""
     revisions = [name.revision or 'main']
     if name.revision is None:
         repository = name.repository.replace('/', '--')
@@ -151,7 +153,7 @@ def cached_folder(url: str, name: hub.Name, has_weights: bool, reason: Exception
             folder = cached_snapshot(name.repository, revision, 'model')
             files = [file.name for file in folder.iterdir()]
             if not has_weights or first_matches([*SAFETENSORS, *FLAX], files):
-                logging.warning('%s: the hub is out of reach: %s is read', url, folder)
+                logging.warning('%s: the hub is out of reach: reading %s', url, folder)
                 return folder
     raise Refused(
         f'{url} is not in the cache, and the hub is out of reach ({one_line(reason)}): name a folder, or connect'
@@ -163,7 +165,7 @@ def cached_snapshot(
 ) -> Path:
     """Return the folder of a revision in the cache.
 
-    Raises errors.LocalEntryNotFoundError for none, and if it lacks files that match a pattern.
+    Raises errors.LocalEntryNotFoundError if there is none, or if it lacks files that match a pattern.
     """
     return Path(
         snapshot_download(
@@ -180,9 +182,9 @@ def cached_snapshot(
 
 
 def matching_files(url: str) -> dict[str, FileStatus]:
-    """Return the files that a name or a glob stands for, {name with its commit: size and hash}; fetch only the listing.
+    """Return the files of a name or a glob, {name with its commit: size and hash}; fetch only the listing.
 
-    With HF_HUB_OFFLINE they are the files in the cache, as a line says. Raises Refused.
+    With HF_HUB_OFFLINE, list the cache and log a warning. Raises Refused.
     """
     name = hub.parse(url)
     if not name.pattern:
@@ -193,7 +195,7 @@ def matching_files(url: str) -> dict[str, FileStatus]:
         if constants.HF_HUB_OFFLINE:
             folder = cached_snapshot(name.repository, commit, 'dataset')
             for file in folder.rglob('*'):
-                if file.is_file():  # a link to a blob, which has the hash as its name
+                if file.is_file():  # a link to a blob named by its hash
                     path = str(file.relative_to(folder))
                     statuses[path] = FileStatus(file.stat().st_size, file.resolve().name)
         else:
@@ -265,7 +267,7 @@ def local_file(url: str) -> str:
 
 
 def with_commit(url: str, has_weights: bool) -> str:
-    """Return a name with the commit that it stands for now; a path as it is."""
+    """Add the current commit to a hub name; return a path unchanged."""
     if not hub.is_name(url):
         return url
     name = hub.parse(url)
@@ -278,13 +280,6 @@ def with_commit(url: str, has_weights: bool) -> str:
 
 
 # Errors.
-
-
-def check_out_of_reach(error: Exception) -> None:
-    """Raise the error of a hub that has answered."""
-    response = getattr(error, 'response', None)
-    if response is not None and response.status_code < 500:
-        raise error
 
 
 @contextlib.contextmanager

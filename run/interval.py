@@ -1,12 +1,12 @@
 """The steps since the last logged one, skipped steps, and the time of a run.
 
-Response of a run to a step whose loss, gradient norm, update or optimizer state is not finite, as
-train.on_not_finite says:
+train.on_not_finite is the response to a step whose loss, gradient norm, update or optimizer state is
+not finite:
 
-    stop   raises FloatingPointError, which names the step and its documents
-    skip   continues: the compiled step has left parameters and optimizer state as they were
+    stop   raise FloatingPointError, which names the step and its documents
+    skip   continue: the compiled step has left parameters and optimizer state unchanged
 
-At most train.max_not_finite of these steps are skipped in the life of a run: its checkpoints count them.
+A run skips at most train.max_not_finite of these steps; its checkpoints store the count.
 train.on_spike=skip also skips spikes (train.is_spike), at most train.spike_window in succession.
 Source: T5X's TerminateOnNanAction and skip_nan_updates (t5x/adafactor.py).
 """
@@ -37,7 +37,7 @@ class Interval:
 
     def __init__(self, metrics: Sequence[Mapping[str, float]] = ()):
         self.metrics = list(metrics)  # fetched steps
-        self.positions: list[NDArray] = []  # in the data, of the steps not looked at yet
+        self.positions: list[NDArray] = []  # data positions of the steps not checked yet
         self._queued: list[dict[str, jax.Array | float]] = []
 
     def add(self, metrics: Mapping, batch: Mapping[str, NDArray], position: NDArray) -> None:
@@ -56,14 +56,14 @@ class Interval:
     def fetch(self) -> None:
         """Copy the metrics of the queued steps to the host, as floats."""
         for step in jax.tree.map(float, jax.device_get(self._queued)):
-            # A run may continue with changed code that has other metrics: drop the steps before.
+            # A run may resume with changed code that has other metrics: drop the earlier steps.
             self.metrics = [other for other in self.metrics if other.keys() == step.keys()]
             self.metrics.append(step)
         self._queued.clear()
 
 
 class Clock:
-    """The time of a run: in its life, by activity, and of the steps since the last logged one."""
+    """The time of a run by activity, and of the steps since the last logged one."""
 
     def __init__(self):
         self.totals: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -156,7 +156,7 @@ def training_metrics(
 
 
 def recent_steps(saved: Any, unknown: jax.Array) -> jax.Array:
-    """Return TrainState.recent of a checkpoint, in the shape of `unknown`, inf if the checkpoint has fewer steps."""
+    """Return a checkpoint's TrainState.recent in the shape of `unknown`, padded with inf."""
     if saved is None:
         return unknown
     values = np.append(np.asarray(unknown), np.array(saved, np.float32), axis=1)
@@ -182,7 +182,7 @@ class Fault(NamedTuple):
         if self.is_spike:
             kind = 'a spike'
         elif math.isfinite(self.loss + self.gradient_norm):
-            norm += ', but not its update or the optimizer state'
+            norm += ', with a non-finite update or optimizer state'
         return f'step {self.step} is {kind}: loss {self.loss:.6g}, gradient norm {norm}'
 
 
@@ -199,9 +199,9 @@ class Skips:
     def find(
         self, interval: Interval, step: int, stream: Stream, report: Callable[[str], None]
     ) -> Fault | None:
-        """Return the first step of the interval that ends the run, if there is one.
+        """Return the first step that ends the run, if there is one, and report the skipped ones.
 
-        Looks at the steps since the last call, up to `step`. Reports those that were skipped.
+        Checks the steps since the last call, up to `step`.
         """
         for ago in reversed(range(len(interval.positions))):
             metrics = interval.metrics[-1 - ago]
@@ -224,7 +224,6 @@ class Skips:
         return None
 
     def ends(self, fault: Fault) -> bool:
-        """Return whether a step ends the run."""
         if fault.is_spike:
             return self.num_spikes >= self.train.spike_window
         return (
@@ -238,7 +237,6 @@ class Skips:
         return f'{self.num_not_finite:,} of train.max_not_finite={self.train.max_not_finite:,}'
 
     def error(self, fault: Fault) -> LossNotFinite:
-        """Return the error of a fault, with a remedy."""
         message = str(fault)
         remedy = 'train.on_not_finite=skip'
         if fault.is_spike or self.train.on_not_finite == 'skip':
@@ -246,10 +244,10 @@ class Skips:
             remedy = 'a larger train.max_not_finite'
         if fault.is_spike:
             remedy = 'train.on_spike=no'
-        saved = checkpoint.steps(self.workdir)
-        kept = f'keeps checkpoint_{saved[-1]}' if saved else 'has no checkpoint yet'
+        steps = checkpoint.steps(self.workdir)
+        newest = f'keeps checkpoint_{steps[-1]}' if steps else 'has no checkpoint yet'
         advice = f'Try a smaller learning_rate.base_learning_rate, a longer warm-up, or {remedy}'
         if fault.step == self.first_step + 1 and not math.isfinite(fault.loss):
             advice = 'No update was made yet: look at restore.path and model.dtype'
-        text = f'{message}. {self.workdir} {kept}. {advice}. Documents: {fault.documents}'
+        text = f'{message}. {self.workdir} {newest}. {advice}. Documents: {fault.documents}'
         return LossNotFinite(text)

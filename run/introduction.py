@@ -27,7 +27,7 @@ def introduce(
 ) -> None:
     """Print the first lines of a run.
 
-    `trained`: the parameters that are not frozen; `answered`: the tasks of which the run computes metrics.
+    `trained`: the parameters that are not frozen; `answered`: the tasks with metrics in this run.
     """
     data_group = training.data_group
     mixture = training.mixture
@@ -45,21 +45,21 @@ def introduce(
     sizes = {path: math.prod(shape) for path, shape in model.shapes(model_config).items()}
     num_parameters = sum(sizes.values())
     num_trained = sum(sizes[path] for path in trained)
-    of_them = ''
+    note = ''
     if num_trained < num_parameters:
-        of_them = f' ({num_trained:,} of them trained)'
+        note = f' ({num_trained:,} of them trained)'
     description = mixture.tasks[0].source.description
     if not mixture.is_single:
         rates = [f'{task.name} {task.rate:.3g}' for task in mixture.tasks]
         description = f'mixture of {len(rates)} tasks: {first_ten(rates)}'
     platform = mesh.devices.flat[0].platform
     lines += [
-        f'T5 with {num_parameters:,} parameters{of_them} in {model_config.dtype} on {mesh.size} {platform} device(s), '
+        f'T5 with {num_parameters:,} parameters{note} in {model_config.dtype} on {mesh.size} {platform} device(s), '
         f'{dict(mesh.shape)}.',
         f'Text: {description}; vocabulary: {training.vocabulary.size:,} pieces.',
     ]
     if model_config.module:
-        lines.append(f'The model is model.py as {model_config.module} changes it.')
+        lines.append(f'The model is model.py with the changes of {model_config.module}.')
     lines += tasks.open.other_versions(mixture)
     cached = [find_cache(data_group, task.name) for task in mixture.tasks]
     if data_group.cache_dirs and not any(cached):
@@ -71,7 +71,7 @@ def introduce(
     if with_metrics and not answered:
         names = first_ten(with_metrics)
         lines.append(
-            f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate gives them later.'
+            f'infer_eval.every_steps=0: no metrics of {names}; --mode=evaluate computes them later.'
         )
     if not start.is_resumed:
         with terminal.working('Reading the first targets'):

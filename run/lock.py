@@ -1,4 +1,4 @@
-"""One process at a time in a folder. A lock on a disk is the system's, in a bucket an object. Imports no jax."""
+"""Locks of folders: the operating system's on a disk, an object in a bucket. Imports no jax."""
 
 import contextlib
 import fcntl
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 
 LOCK_SECONDS = 120.0  # a lock in a bucket expires after this time unless it is renewed
 SECONDS_BETWEEN_TRIES = 0.1
-SECONDS_BETWEEN_WRITERS = (
-    1.0  # processes that find the same expired lock replace it within this time
-)
+SECONDS_BETWEEN_WRITERS = 1.0  # within this time, competing processes replace an expired lock
 
 
 def lock(file: paths.AnyPath, title: str, remedy: str, is_first: bool = True) -> 'Lock':
-    """Lock `file`, in the first process only, until the lock is closed. Raises Refused that names the holder."""
+    """Lock `file`, in the first process only, until the lock is closed. Raises Refused with the holder's name."""
     if not is_first:
         return Lock()
     try:
@@ -48,7 +46,7 @@ def alone_in(folder: paths.AnyPath) -> 'Lock':
 
 
 def _try(file: paths.AnyPath, holder: str) -> 'Lock':
-    """Lock a file, in a folder that it makes. Raises BlockingIOError if another process has the lock."""
+    """Lock a file, and create its folder. Raises BlockingIOError if another process has the lock."""
     return DiskLock(file, holder) if isinstance(file, Path) else BucketLock(file, holder)
 
 
@@ -68,7 +66,7 @@ class Lock(contextlib.AbstractContextManager):
 
 
 class DiskLock(Lock):
-    """The system's lock of a file, which ends with its process."""
+    """The operating system's lock of a file; it ends with the process."""
 
     def __init__(self, file: Path, holder: str):
         with paths.naming(file):
@@ -89,10 +87,10 @@ class DiskLock(Lock):
 
 
 class BucketLock(Lock):
-    """A lock in a bucket: a file that only one process can create, and that it writes again while it lives.
+    """A lock in a bucket: a file that only one process can create, and that this process keeps rewriting.
 
-    The lock of a process that was killed counts for LOCK_SECONDS by the store's clock. A process that was suspended
-    for so long finds another lock, or none: `on_loss` has to end it, because two would write the same files.
+    The lock of a killed process stays valid for LOCK_SECONDS by the store's clock. A process that was suspended
+    for longer may have lost its lock: `on_loss` must end it, or two processes would write the same files.
     """
 
     def __init__(self, file: 'UPath', holder: str):
@@ -122,9 +120,7 @@ class BucketLock(Lock):
             with contextlib.suppress(Exception):  # the network failed: the next renewal may succeed
                 if not self._is_ours():
                     self.is_lost = True
-                    self.on_loss(
-                        f'{self.file} is now held by another process, or was: this one ends'
-                    )
+                    self.on_loss(f'another process has taken {self.file}: this one ends')
                     return
                 paths.replace_file(self.file, self.content)
 
@@ -136,12 +132,12 @@ class BucketLock(Lock):
 
     def _age(self) -> float:
         """Return how many seconds ago the lock was written, by the clock of the store."""
-        now = self.file.with_name(f'lock.{secrets.token_hex(8)}')
-        paths.replace_file(now, b'')
+        probe = self.file.with_name(f'lock.{secrets.token_hex(8)}')
+        paths.replace_file(probe, b'')
         try:
             modified = self.file.fs.modified
-            return (modified(now.path) - modified(self.file.path)).total_seconds()
+            return (modified(probe.path) - modified(self.file.path)).total_seconds()
         except FileNotFoundError:  # its holder has removed it
             return LOCK_SECONDS
         finally:
-            now.unlink()
+            probe.unlink()

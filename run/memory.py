@@ -17,8 +17,8 @@ from messages import Refused
 from run.agreement import from_processes
 
 GIB = 2**30
-# Bytes that XLA has for programs, by kind of device, to plan for one that is not here. For TPUs, what
-# libtpu 0.0.42.1 says when it refuses a program; for GPUs, the three quarters that JAX takes by default.
+# Bytes available to XLA by kind of device, to plan for absent devices. TPUs: as libtpu 0.0.42.1 reports
+# when it refuses a program. GPUs: three quarters of the memory, JAX's default.
 DEVICE_MEMORY = {
     'TPU v5 lite': 15.75 * GIB,
     'TPU v5': 95.74 * GIB,
@@ -38,7 +38,7 @@ class Plan(NamedTuple):
 
 
 def microbatch_counts(requested: int | str, num_rows: int) -> list[int]:
-    """Return the numbers of microbatches to try: `requested`, or ascending all that divide the rows for 'auto'.
+    """Return the numbers of microbatches to try: `requested`, or for 'auto' all divisors of the rows, ascending.
 
     `num_rows`: the rows of a batch on one device.
     """
@@ -57,13 +57,13 @@ def fit_step(
     mesh: Mesh,
     state_bytes: int,
 ) -> Plan:
-    """Compile the step in as few microbatches as fit into memory, of `num_rows` rows on a device.
+    """Compile the step with the fewest microbatches that fit into memory. `num_rows`: rows on a device.
 
-    Raises Refused where it fits with none or not with the `requested` number.
+    Raises Refused if no number fits, or the `requested` one does not.
     """
     limit = memory_limit(mesh)
     note = ''
-    tried = 0  # the last number of microbatches that was compiled
+    tried = 0  # the last number of microbatches compiled
     need = 0.0  # its bytes
     for n in microbatch_counts(requested, num_rows):
         # Skip n if it would not fit even with memory proportional to its rows.
@@ -74,7 +74,7 @@ def fit_step(
             step = compile_step(n)
             need = step_bytes(step, mesh, state_bytes)
         except jax.errors.JaxRuntimeError as error:
-            # XLA refuses a step on a TPU, and says how many bytes it needs.
+            # On a TPU, XLA's error says how many bytes the step needs.
             match = re.match(r'RESOURCE_EXHAUSTED.*?([\d.]+)([KMGT])\b', str(error), re.DOTALL)
             if match is None:
                 raise
@@ -95,7 +95,7 @@ def fit_step(
 
 
 def check_state_fits(mesh: Mesh, state: Any, state_specs: Any) -> None:
-    """Raise Refused where parameters and optimizer state alone do not fit into memory."""
+    """Raise Refused if parameters and optimizer state alone do not fit into memory."""
     need = bytes_on_device(mesh, state, state_specs)
     limit = memory_limit(mesh)
     if kernels.is_on_cpu(mesh.abstract_mesh):
@@ -121,7 +121,7 @@ def num_state_bytes(state: Any) -> int:
 
 
 def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float:
-    """Return the bytes that a compiled step takes of the memory of `memory_limit`."""
+    """Return the bytes that a compiled step takes, to compare with `memory_limit`."""
     num_bytes = program_bytes(step)
     if kernels.is_on_cpu(mesh.abstract_mesh):
         num_bytes *= len(mesh.local_devices)
@@ -130,14 +130,14 @@ def step_bytes(step: jax.stages.Compiled, mesh: Mesh, state_bytes: int) -> float
 
 
 def program_bytes(program: jax.stages.Compiled) -> int:
-    """Return the bytes of a device's memory that a program takes at the peak."""
+    """Return a program's peak memory on a device, in bytes."""
     analysis: Any = program.memory_analysis()
     num_bytes = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     return num_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
 
 
 def memory_limit(mesh: Mesh) -> float:
-    """Return the bytes that a step may take, of a device or a CPU's machine: the least of all processes."""
+    """Return the bytes that a step may take on a device, or on a CPU's machine: the minimum of all processes."""
     limits: list[float] = [math.inf]
     if kernels.is_on_cpu(mesh.abstract_mesh):
         limits.append(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))
@@ -146,7 +146,7 @@ def memory_limit(mesh: Mesh) -> float:
         for device in mesh.local_devices:
             try:
                 statistics = device.memory_stats() or {}
-            except jax.errors.JaxRuntimeError:  # --mode=plan compiles for a device that is not here
+            except jax.errors.JaxRuntimeError:  # --mode=plan compiles for absent devices
                 statistics = {'bytes_limit': DEVICE_MEMORY[device.device_kind]}
             limits.append(statistics.get('bytes_limit', math.inf))
     limit = min(x for x in limits if x > 0)
@@ -154,7 +154,7 @@ def memory_limit(mesh: Mesh) -> float:
 
 
 def cgroup_limits(root: Path = Path('/')) -> list[int]:
-    """Return the memory limits of this process's cgroup and of those above it, in bytes. See cgroups(7)."""
+    """Return the memory limits of this process's cgroup and its ancestors, in bytes. See cgroups(7)."""
     if not (root / 'proc/self/cgroup').exists():  # not Linux
         return []
     limits = []

@@ -1,6 +1,6 @@
-"""Batches made ahead of training: in a thread, or in processes that share the rows.
+"""Batches prefetched in a thread, or in worker processes that divide the rows.
 
-Neither changes a batch: a process makes its rows as another host would. Imports no jax.
+Neither changes a batch: a worker makes its rows as another host would. Imports no jax.
 """
 
 import atexit
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from messages import Refused
 from stream import Stream
 
-DEPTH = 2  # batches made ahead
-DEPTH_OF_WORKER = 8  # evens out batches whose rows take one worker longer than the others
+DEPTH = 2  # batches prefetched
+DEPTH_OF_WORKER = 8  # more, to even out differences between workers
 
 
 class PrefetchedBatch(NamedTuple):
@@ -34,16 +34,16 @@ class PrefetchedBatch(NamedTuple):
     before: NDArray  # the stream's positions
     after: NDArray
     counts: NDArray  # the stream's, int64 [tasks, 2]
-    faults: list[str]  # lines left out since the batch before, at most ten of each task
-    num_faults: int  # lines left out so far
-    is_padding: bool  # the rows have ended before
+    faults: list[str]  # reports of skipped lines since the previous batch, at most ten per task
+    num_faults: int  # lines skipped so far
+    is_padding: bool  # no rows were left
 
 
 def batches(stream: Stream, num_workers: int = 0) -> Iterator[PrefetchedBatch]:
-    """Yield the batches of a stream from its position on, made ahead in a thread, then padding without end.
+    """Yield the batches of a stream from its position on, prefetched in a thread, then padding without end.
 
-    With `num_workers`, that many processes make some of the rows each, and the stream itself stays where it
-    is. An error in a process is raised instead of its batch.
+    With `num_workers`, that many processes divide the rows, and the position of `stream` does not change.
+    An error in a process is raised instead of its batch.
     """
     batches = batches_of(stream)
     if num_workers > 0:
@@ -73,7 +73,7 @@ def batches_of(stream: Stream) -> Generator[PrefetchedBatch, None, None]:
 def ahead_in_thread(
     batches: Iterator[PrefetchedBatch], depth: int = DEPTH
 ) -> Iterator[PrefetchedBatch]:
-    """Yield `batches`, which have no end and which a thread makes ahead."""
+    """Yield the endless `batches`, prefetched by a thread."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         ahead = collections.deque(thread.submit(next, batches) for _ in range(depth))
         while True:
@@ -86,7 +86,7 @@ def ahead_in_thread(
 
 
 def batches_of_workers(stream: Stream, num_workers: int) -> Generator[PrefetchedBatch, None, None]:
-    """Yield batches that processes make, each some of the rows, from what config.data names."""
+    """Yield batches whose rows are divided among processes; each opens config.data itself."""
     num_bounds = min(num_workers, len(stream.rows)) + 1
     bounds = np.linspace(stream.rows.start, stream.rows.stop, num_bounds).astype(int)
     with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ class Worker:
 
     def __init__(self, rows: range):
         self.rows = rows
-        # A process that is forked would share the locks of this one's threads.
+        # A forked process would inherit the locks of this one's threads.
         context = multiprocessing.get_context('spawn')
         self.connection, workers_end = context.Pipe()
         self.process = context.Process(target=make_batches, args=(workers_end,), daemon=True)
@@ -127,20 +127,20 @@ class Worker:
         atexit.register(self.stop)
 
     def begin(self, stream: Stream) -> None:
-        """Tell the process what to make."""
+        """Send the process its work."""
         options = {field.name: getattr(stream, field.name) for field in dataclasses.fields(stream)}
         mixture = options.pop('mixture')  # has functions that cannot be sent
         options['rows'] = self.rows
         first = self.rows.start - stream.rows.start
         position = stream.position[first : first + len(self.rows)]
         work = (mixture.reopen, mixture.fingerprint, position, options)
-        send(work, self.connection)  # `receive` tells if the process has ended
+        send(work, self.connection)  # if the process has ended, `receive` raises
 
     def receive(self) -> PrefetchedBatch:
         """Return the next batch of these rows. Raise the worker's error."""
         try:
             received = self.connection.recv()
-        except (EOFError, ConnectionError):  # the latter if it has not read its work
+        except (EOFError, ConnectionError):  # ConnectionError if it has not read its work
             self.process.join()
             raise ChildProcessError(
                 f'the process that reads data for rows {self.rows.start} to {self.rows.stop - 1} ended with exit code '
@@ -159,8 +159,8 @@ class Worker:
 
 
 def make_batches(connection: Connection) -> None:
-    """Receive the work of a worker. Send its batches."""
-    # Records have no reference cycles; collecting garbage as often as usual takes a fifth of the time.
+    """Receive a worker's work, and send its batches."""
+    # Records have no reference cycles; Python's default threshold costs a fifth of the time.
     gc.set_threshold(100_000)
 
     def messages() -> Iterator[PrefetchedBatch]:
@@ -174,7 +174,7 @@ def make_batches(connection: Connection) -> None:
             )
         stream = Stream(opened, **options)
         stream.seek(position)
-        # The process that started this one has reported the faults found by opening.
+        # The parent process has reported the faults found on opening.
         _, num_told = stream.mixture.faults()
         for batch in ahead_in_thread(batches_of(stream), DEPTH_OF_WORKER):
             yield batch._replace(num_faults=batch.num_faults - num_told)
@@ -183,8 +183,8 @@ def make_batches(connection: Connection) -> None:
 
 
 def send_all(messages: Iterable[object], connection: Connection) -> None:
-    """Send messages from a process of its own until nobody receives them. An error is also sent."""
-    # The process that started this one handles signals, and ends this one.
+    """Send messages, or an error, from a child process until nobody receives them."""
+    # The parent process handles signals, and ends this one.
     for name in ('SIGHUP', 'SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU'):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     try:
@@ -194,11 +194,11 @@ def send_all(messages: Iterable[object], connection: Connection) -> None:
     except (Refused, OSError) as error:
         send(error, connection)
     except Exception:  # pickle may not rebuild it
-        send(RuntimeError(f'in a process of its own:\n{traceback.format_exc()}'), connection)
+        send(RuntimeError(f'in a child process:\n{traceback.format_exc()}'), connection)
 
 
 def send(message: object, connection: Connection) -> bool:
-    """Send a message. Return whether there is a process that receives it."""
+    """Send a message. Return whether its receiver still exists."""
     try:
         connection.send(message)
     except ConnectionError:

@@ -5,8 +5,8 @@
     inference_eval/TASK-settings.json   {step: hashes of everything on which its line depends}
     results.csv                         T5's table: a row per step, a column per metric
 
-The first two are as SeqIO's loggers write them. The table is made from the second ones after each
-evaluation. Results of other files or settings are never replaced. Source: seqio/loggers.py;
+The first two have the format of SeqIO's loggers. Each evaluation rebuilds the table from the second.
+Results from other files or settings are never replaced. Source: seqio/loggers.py;
 t5/scripts/parse_tb.py, t5/evaluation/eval_utils.py. Imports no jax.
 """
 
@@ -89,12 +89,12 @@ KNOWN = {
 def table(scores: Scores) -> str:
     """Return T5's table of scores as CSV: a row per step, the best values, and their steps.
 
-    The columns of T5 come first, in its order, then other tasks by name. The best step of
-    a group, as F1 and accuracy of MRPC, is the one with its best mean.
+    T5's columns come first, in its order, then other tasks by name. The best step of a
+    group, such as F1 and accuracy of MRPC, is the one with the best mean.
     """
     scores = dict(scores) | averages(scores)
     columns = columns_of(scores)
-    steps = sorted({step for of_tag in scores.values() for step in of_tag})
+    steps = sorted({step for values in scores.values() for step in values})
     rows = [['step', *columns.values()]]
     for step in steps:
         rows.append([str(step), *[format_value(scores[tag].get(step)) for tag in columns]])
@@ -111,19 +111,19 @@ def table(scores: Scores) -> str:
 
 def columns_of(tags: Collection[str]) -> dict[str, str]:
     """Return the titles of 'TASK/METRIC': T5's table in its order, then others by name."""
-    known = {tag: title for tag, title in KNOWN.items() if tag in tags}
-    return known | {tag: tag for tag in sorted(tags) if tag not in KNOWN}
+    columns = {tag: title for tag, title in KNOWN.items() if tag in tags}
+    return columns | {tag: tag for tag in sorted(tags) if tag not in KNOWN}
 
 
 def group_of(tag: str) -> str:
-    """Return what has its best step in common: T5's columns of a task, and MNLI's two; others are alone."""
+    """Return the group of columns with a common best step: T5's of one task or of MNLI; else the tag itself."""
     if tag not in KNOWN:
         return tag
     return tag.partition('/')[0].replace('_mismatched', '_matched')
 
 
 def averages(scores: Scores) -> dict[str, dict[int, float]]:
-    """Return the averages over GLUE and SuperGLUE, of the groups' means, for the steps that have all columns."""
+    """Return the averages of the groups' means over GLUE and SuperGLUE, for the steps that have all columns."""
     per_average: dict[str, dict[int, float]] = {}
     for title, columns in AVERAGES.items():
         if not columns.keys() <= scores.keys():
@@ -141,14 +141,14 @@ def best_steps(scores: Scores) -> dict[str, int]:
     """Return {group: the first step with the largest mean over its columns}. nan is worse than any number."""
     groups: dict[str, dict[int, list[float]]] = {}
     for tag in columns_of(scores):
-        of_group = groups.setdefault(group_of(tag), {})
+        values_of_step = groups.setdefault(group_of(tag), {})
         for step, value in scores[tag].items():
-            of_group.setdefault(step, []).append(value)
+            values_of_step.setdefault(step, []).append(value)
     best = {}
-    for group, of_group in groups.items():
+    for group, values_of_step in groups.items():
         means = {}
-        for step in sorted(of_group):
-            average = mean(of_group[step])
+        for step in sorted(values_of_step):
+            average = mean(values_of_step[step])
             means[step] = -math.inf if math.isnan(average) else average
         best[group] = max(means, key=means.__getitem__)
     return best
@@ -167,7 +167,7 @@ def format_value(value: float | None) -> str:
 
 
 def check_writable(folder: AnyPath) -> None:
-    """Raise Refused where this process may not make `folder` or write into it. A bucket is not asked."""
+    """Raise Refused if this process may not create `folder` or write into it. Buckets are not checked."""
     if not isinstance(folder, Path):
         return
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -199,7 +199,7 @@ class Results:
     ) -> bool:
         """Write the results of a task at a step, and replace results of the same settings.
 
-        The line in TASK-metrics.jsonl comes last: where it is, the others are. Return False, and write nothing,
+        The line in TASK-metrics.jsonl is written last, so it implies the others. Returns False, and writes nothing,
         if there are results of other settings.
         """
         with alone_in(self.folder):  # several evaluations may write at once
@@ -217,13 +217,12 @@ class Results:
         return True
 
     def write_table(self) -> None:
-        """Write results.csv, if there are results."""
         scores = self.scores()
         if scores:
             paths.replace_file(self.table_file, f'{table(scores)}\n'.encode())
 
     def scores(self) -> dict[str, dict[int, float]]:
-        """Return {'TASK/METRIC': {step: value}} of all that is stored."""
+        """Return all results as {'TASK/METRIC': {step: value}}."""
         scores: dict[str, dict[int, float]] = {}
         for file in sorted(self.folder.glob(f'*{METRICS_SUFFIX}')):
             name = file.name.removesuffix(METRICS_SUFFIX)
@@ -247,7 +246,7 @@ class Results:
 
 
 def file_name(name: str) -> str:
-    """Return the name of a task as a part of a file's name."""
+    """Return the name of a task as part of a file name."""
     return name.replace('/', '_')
 
 
@@ -256,7 +255,7 @@ def as_line(content: Mapping[str, object]) -> str:
 
 
 def json_default(value: object) -> object:
-    """Return a value of NumPy or TFDS as JSON takes it, and anything else as its text."""
+    """Convert a value of NumPy or TFDS for JSON, and anything else to its text."""
     if hasattr(value, 'tolist'):
         return value.tolist()
     if isinstance(value, bytes):

@@ -39,8 +39,8 @@ class Wanted(NamedTuple):
     """The requirements of a run for its start."""
 
     model_config: T5Config
-    shapes: checkpoint.Shapes  # the full state's, by T5X's paths
-    trained: Collection[str]  # the paths of the parameters that are trained
+    shapes: checkpoint.Shapes  # the full state, by T5X's paths
+    trained: Collection[str]  # paths of the trained parameters
     loss_normalizing_factor: str
     seed: int  # for the first values of adapters
 
@@ -49,11 +49,11 @@ class Start(NamedTuple):
     """The checkpoint or the initial values from which a run starts."""
 
     step: int = 0
-    directory: paths.AnyPath | None = None  # a checkpoint of this run, which is resumed
-    # From a checkpoint's index; other arrays get their initial value.
+    directory: paths.AnyPath | None = None  # this run's checkpoint to resume
+    # Entries of a checkpoint's index; other arrays get their initial value.
     leaves: Mapping[str, checkpoint.Leaf] = {}
-    base: Mapping[str, str] = {}  # for adapters, formats.open.describe_base of their checkpoint
-    vocabulary_model: bytes = b''  # the checkpoint's own; b'' if it has none
+    base: Mapping[str, str] = {}  # with adapters, formats.open.describe_base of their checkpoint
+    vocabulary_model: bytes = b''  # from the checkpoint, if it has one
     description: str = 'From scratch'
 
     @property
@@ -69,7 +69,7 @@ def find_start(
     lines: Sequence[Mapping],
     report: Callable[[str], None],
 ) -> Start:
-    """Return the newest valid checkpoint, else the start of a new run. `lines`: of metrics.jsonl."""
+    """Return the newest valid checkpoint, else the start of a new run. `lines`: metrics.jsonl."""
     results.Results(folder).scores()  # raises Refused for a damaged file
     step = verify.newest_valid(folder, report)
     if step is None:
@@ -79,9 +79,9 @@ def find_start(
     if not checks.is_own_config(directory / 'config.json'):
         raise Refused(f'{directory} was not saved by a run of this program: move it away')
     vocabulary_model = b''
-    kept = kept_file(directory)
-    if kept is not None:
-        vocabulary_model = kept.read_bytes()
+    vocabulary_file = kept_file(directory)
+    if vocabulary_file is not None:
+        vocabulary_model = vocabulary_file.read_bytes()
     leaves = checkpoint.read_index(directory)
     base = {}
     opened = formats.open.open_base(directory, restore.path)
@@ -104,8 +104,7 @@ def find_start(
 def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) -> Start:
     """Choose the arrays and the vocabulary that a new run loads from `restore.path`.
 
-    Step and optimizer state are restored too, as in T5X. Adapters start at step 0. A stage takes leaves, and returns
-    those that it keeps with a note for the user.
+    As in T5X, also restore the step and the optimizer state. Adapters start at step 0.
     """
     if not restore.path:
         check_adapters(wanted, restore, index={}, leaves={})
@@ -120,11 +119,11 @@ def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) 
         remedy = 'restore its parameters with restore.strict=False'
         own_model.check_same(directory, wanted.model_config, remedy, may_be_plain=True)
 
-    of_vocabulary = vocabulary_paths(wanted.model_config)
+    vocab_paths = vocabulary_paths(wanted.model_config)
     index, note_of_state = without_unused_state(opened.leaves, wanted)
     try:
         leaves, note = choose(
-            index, expected_shapes(index, wanted), restore.only, restore.strict, of_vocabulary
+            index, expected_shapes(index, wanted), restore.only, restore.strict, vocab_paths
         )
     except (Refused, re.error) as error:
         raise Refused(
@@ -138,10 +137,10 @@ def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) 
         check_same_divisor(wanted.loss_normalizing_factor, directory)
     vocabulary = initial_vocabulary(restore.path, data_group, directory)
     parameters = checkpoint.parameters(leaves)
-    if of_vocabulary & parameters.keys():
+    if vocab_paths & parameters.keys():
         check_keeps_ids(restore.path, data_group, directory, vocabulary)
 
-    # Adapters may begin with values that are made from the base.
+    # A family may compute the initial adapters from the base.
     base = {}
     if model.adapter_paths(wanted.model_config):
         base = formats.open.describe_base(opened)
@@ -163,9 +162,9 @@ def choose_initial(wanted: Wanted, restore: ConfigDict, data_group: ConfigDict) 
 def check_adapters(
     wanted: Wanted, restore: ConfigDict, index: Mapping[str, Any], leaves: Mapping[str, Any]
 ) -> None:
-    """Raise Refused unless adapters, if there are any, begin with just the parameters of their base.
+    """Raise Refused if there are adapters, unless exactly the parameters of their base are restored.
 
-    `index`: the arrays of the base; `leaves`: those that are restored.
+    `index`: the arrays of the base; `leaves`: the restored arrays.
     """
     config = wanted.model_config
     if not model.adapter_paths(config):
@@ -176,43 +175,43 @@ def check_adapters(
     is_base = leaves.keys() == index.keys() == expected_shapes(index, wanted).keys()
     if not is_base or restore.dtype not in ('float32', ''):
         raise Refused(
-            f'restore.path={restore.path!r}, restore.dtype={restore.dtype!r}: {setting} needs just the parameters of a '
-            'checkpoint, in float32: set restore.only=target/.*, restore.strict=True; restore.frozen_dtype rounds a base'
+            f'restore.path={restore.path!r}, restore.dtype={restore.dtype!r}: {setting} needs exactly the parameters of '
+            'a checkpoint, in float32: set restore.only=target/.*, restore.strict=True; restore.frozen_dtype rounds a base'
         )
-    of_vocabulary = vocabulary_paths(config)
+    vocab_paths = vocabulary_paths(config)
     has_new_rows = any(np.shape(leaf) != np.shape(index[path]) for path, leaf in leaves.items())
-    if has_new_rows and of_vocabulary.difference(wanted.trained):
-        trainable = '|'.join([config.family.adapters, *sorted(of_vocabulary)])
+    if has_new_rows and vocab_paths.difference(wanted.trained):
+        trainable = '|'.join([config.family.adapters, *sorted(vocab_paths)])
         raise Refused(
             f'model.vocab_size={config.vocab_size} with {setting}: restore.path={restore.path} has fewer rows, '
-            f'which adapters alone do not train: set optimizer.trainable={trainable!r}'
+            f'and adapters do not train the new ones: set optimizer.trainable={trainable!r}'
         )
 
 
 def without_unused_state(leaves: Mapping[str, Any], wanted: Wanted) -> tuple[dict[str, Any], str]:
     """Return the leaves without the optimizer state of frozen parameters, and a note.
 
-    A model with adapters takes parameters alone, and without optimizer state the step is not restored either.
+    With adapters, or if no optimizer state is left, return only parameters, so the step is not restored either.
     """
-    kept = {}
+    remaining = {}
     for path, leaf in leaves.items():
         parameter, slot = parts_of(path)
         is_known = f'{checkpoint.PARAMETER_PREFIX}{parameter}' in wanted.shapes
         if not slot or not is_known or parameter in wanted.trained:
-            kept[path] = leaf
+            remaining[path] = leaf
     note = ''
-    num_frozen = len(leaves) - len(kept)
+    num_frozen = len(leaves) - len(remaining)
     if num_frozen:
         note = f'; not used: {num_frozen:,} arrays of the optimizer state of frozen parameters'
-    if model.adapter_paths(wanted.model_config) or not any(map(is_slot, kept)):
-        kept = only_parameters(kept)
-    return kept, note
+    if model.adapter_paths(wanted.model_config) or not any(map(is_slot, remaining)):
+        remaining = only_parameters(remaining)
+    return remaining, note
 
 
 def expected_shapes(index: Mapping[str, Any], wanted: Wanted) -> checkpoint.Shapes:
-    """Return the shapes of the arrays that a new run takes from `index`: no adapters, and state only if it has some.
+    """Return the shapes of the arrays that a new run takes from `index`: optimizer state only if it has any.
 
-    Averages begin with the parameters.
+    A new run initializes adapters itself, and averages with the parameters.
     """
     expected = dict(wanted.shapes)
     if not any(map(is_slot, index)):
@@ -228,10 +227,10 @@ def initial_vocabulary(path: str, data_group: ConfigDict, directory: paths.AnyPa
     """Return the vocabulary that data.vocabulary names, else the checkpoint's own. `path`: restore.path."""
     if data_group.vocabulary:
         return named_vocabulary('data.vocabulary', data_group.vocabulary, data_group.extra_ids)
-    own = find_vocabulary(directory)
-    if own is None or not own.model:
+    vocabulary = find_vocabulary(directory)
+    if vocabulary is None or not vocabulary.model:
         raise Refused(f'restore.path={path} has no vocabulary: set data.vocabulary')
-    return of_model(own.model, data_group.extra_ids)
+    return of_model(vocabulary.model, data_group.extra_ids)
 
 
 def vocabulary_paths(config: T5Config) -> set[str]:
@@ -241,25 +240,25 @@ def vocabulary_paths(config: T5Config) -> set[str]:
 
 
 def with_new_rows(
-    index: Mapping[str, Any], expected: checkpoint.Shapes, of_vocabulary: Collection[str]
+    index: Mapping[str, Any], expected: checkpoint.Shapes, vocab_paths: Collection[str]
 ) -> dict[str, np.ndarray]:
     """Read the leaves of `index` that have fewer ids than expected, and add new rows for the missing ids.
 
-    In new rows a parameter, its average and its second moments are the mean of the old rows, so that an update is
-    as large as theirs; a momentum is 0.
+    The new rows of a parameter, its average and its second moments are the mean of the old rows, so that their
+    updates are as large; the new rows of a momentum are 0.
     """
     grown = {}
     for path, leaf in index.items():
         parameter, slot = parts_of(path)
-        whole = f'{checkpoint.PARAMETER_PREFIX}{parameter}'
-        if parameter not in of_vocabulary or not {whole, path} <= index.keys() & expected.keys():
+        target = f'{checkpoint.PARAMETER_PREFIX}{parameter}'
+        if parameter not in vocab_paths or not {target, path} <= index.keys() & expected.keys():
             continue
-        # The numbers of rows of the table, or of columns of the logits, before and after.
-        sizes = {*zip(np.shape(index[whole]), expected[whole], strict=True)}
-        changed = [(old, new) for old, new in sizes if old != new]
-        if len(changed) != 1:
+        # The old and new numbers of ids: rows of the table, or columns of the logits.
+        sizes = {*zip(np.shape(index[target]), expected[target], strict=True)}
+        changes = [(old, new) for old, new in sizes if old != new]
+        if len(changes) != 1:
             continue
-        [(old_size, size)] = changed
+        [(old_size, size)] = changes
         for axis in range(len(np.shape(leaf))):
             shape = list(np.shape(leaf))
             num_old = shape[axis]
@@ -278,38 +277,38 @@ def check_files(path: str, leaves: Mapping[str, Any]) -> None:
     """Raise Refused if the folder of an array in T5X's layout is missing, as in a copy without state.*."""
     entries = [leaf for leaf in leaves.values() if isinstance(leaf, checkpoint.ZarrEntry)]
     names = {file for entry in entries[:1] for file in checkpoint.list_folder(entry.folder.parent)}
-    missing = [entry.folder.name for entry in entries if entry.folder not in names]
-    if missing:
+    missing_names = [entry.folder.name for entry in entries if entry.folder not in names]
+    if missing_names:
         remedy = 'copy it again'
-        if all(name.startswith('state.') for name in missing):
+        if all(name.startswith('state.') for name in missing_names):
             remedy = 'copy them, or set restore.only=target/.*'
-        raise Refused(f'restore.path={path} lacks {first_ten(missing)}: {remedy}')
+        raise Refused(f'restore.path={path} lacks {first_ten(missing_names)}: {remedy}')
 
 
 def check_same_divisor(factor: str, directory: paths.AnyPath) -> None:
-    """Raise Refused if the restored optimizer state has gradients of a loss with another divisor than `factor`.
+    """Raise Refused if the restored optimizer state comes from a loss with another divisor than `factor`.
 
-    Second moments that are larger by the square of 16,384 make updates smaller by 16,384, for thousands of steps.
+    Second moments 16,384 squared times too large make updates 16,384 times too small for thousands of steps.
     """
-    own = settings.read_stored(directory).get('loss', {}).get('loss_normalizing_factor')
-    if own is not None and parse_normalizing_factor(own) != parse_normalizing_factor(factor):
+    old = settings.read_stored(directory).get('loss', {}).get('loss_normalizing_factor')
+    if old is not None and parse_normalizing_factor(old) != parse_normalizing_factor(factor):
         raise Refused(
-            f'loss.loss_normalizing_factor={factor!r}: restore.path was trained with {own!r}: use that'
+            f'loss.loss_normalizing_factor={factor!r}: restore.path was trained with {old!r}: use that'
         )
 
 
 def check_keeps_ids(
     path: str, data_group: ConfigDict, directory: paths.AnyPath, vocabulary: Vocabulary
 ) -> None:
-    """Raise Refused if the run's vocabulary has another id for a token of the checkpoint's own."""
+    """Raise Refused if the run's vocabulary gives a token of the checkpoint's vocabulary another id."""
     vocabulary = add_tokens(vocabulary, data_group.added_tokens)
-    own = own_vocabulary(directory, data_group.extra_ids)
-    change = changed_id(own, vocabulary) if own else ''
-    if own and change:
-        taken = 'bytes' if isinstance(own, ByteVocabulary) else "''"
+    old_vocabulary = own_vocabulary(directory, data_group.extra_ids)
+    change = changed_id(old_vocabulary, vocabulary) if old_vocabulary else ''
+    if old_vocabulary and change:
+        setting = 'bytes' if isinstance(old_vocabulary, ByteVocabulary) else "''"
         raise Refused(
             f'data.vocabulary={data_group.vocabulary!r}, data.extra_ids={data_group.extra_ids}: {change}: '
-            f'restore.path={path} needs data.vocabulary={taken}, data.extra_ids={own.num_extra_ids}'
+            f'restore.path={path} needs data.vocabulary={setting}, data.extra_ids={old_vocabulary.num_extra_ids}'
         )
     check_tokens(directory, vocabulary)
 
@@ -328,7 +327,7 @@ def last_step(start: Start, train: ConfigDict) -> int:
         old = json.loads((start.directory / 'config.json').read_bytes())['train']
         if not old['relative_steps']:
             raise Refused(
-                f'train.relative_steps={relative_steps}: {start.directory.parent} began with '
+                f'train.relative_steps={relative_steps}: {start.directory.parent} was started with '
                 f'train.steps={old["steps"]}: set that'
             )
         first_step = old['steps'] - old['relative_steps']
@@ -336,7 +335,7 @@ def last_step(start: Start, train: ConfigDict) -> int:
 
 
 def end_of(start: Start, train: ConfigDict, history: best.History) -> End | None:
-    """Return why a run takes no more steps, if it does not."""
+    """Return why a run is finished; None if it is not."""
     if start.is_resumed and start.step >= train.steps:
         return End.STEPS
     if history.ends(train.early_stopping):
@@ -350,7 +349,7 @@ def is_slot(path: str) -> bool:
 
 
 def parts_of(path: str) -> tuple[str, str]:
-    """Return the parameter and the slot of the optimizer that a path of T5X's tree is of; '' for none."""
+    """Split a path of T5X's tree into the parameter and the optimizer's slot; '' for none."""
     if is_slot(path):
         parameter, _, slot = path.removeprefix(checkpoint.SLOT_PREFIX).rpartition('/')
         return parameter, slot
@@ -367,31 +366,31 @@ def choose(
     expected: checkpoint.Shapes,
     pattern: str = '.*',
     strict: bool = True,
-    of_vocabulary: Collection[str] = (),
+    vocab_paths: Collection[str] = (),
 ) -> tuple[dict[str, Any], str]:
-    """Return the leaves of `index` to restore, whose whole path matches `pattern`, and a note about the others.
+    """Return the leaves of `index` to restore, whose full path matches `pattern`, and a note about the others.
 
-    Those of the parameters `of_vocabulary` get new rows. Raises Refused for other shapes than `expected` and, if
-    `strict`, for matching paths that only `index` or only `expected` has. Without `strict` these are left out.
+    The parameters `vocab_paths` get new rows. Raises Refused for shapes other than `expected` and, if `strict`,
+    for matching paths that only `index` or only `expected` has. Without `strict` it leaves these out.
     """
-    found = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
-    known = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
-    if not found:
+    leaves = {path: leaf for path, leaf in index.items() if re.fullmatch(pattern, path)}
+    shapes = {path: shape for path, shape in expected.items() if re.fullmatch(pattern, path)}
+    if not leaves:
         raise Refused(
-            f'{pattern!r} matches the full path of no array, as {max(index, default="")} is one'
+            f'{pattern!r} matches the full path of no array: one is {max(index, default="")}'
         )
-    grown = with_new_rows(found, known, of_vocabulary)
-    found |= grown
+    grown = with_new_rows(leaves, shapes, vocab_paths)
+    leaves |= grown
     if not strict:
-        found = {path: leaf for path, leaf in found.items() if path in known}
-        known = {path: known[path] for path in found}
-    formats.open.compare(known, checkpoint.shapes(found))
+        leaves = {path: leaf for path, leaf in leaves.items() if path in shapes}
+        shapes = {path: shapes[path] for path in leaves}
+    formats.open.compare(shapes, checkpoint.shapes(leaves))
     note = ''
     for label, tree in (('initial', expected), ('not used', index)):
-        others = sorted(only_parameters(tree).keys() - found)
+        others = sorted(only_parameters(tree).keys() - leaves)
         if others:
             note += f'; {label}: {first_ten(others)}'
     if grown:
         names = sorted(only_parameters(grown))
         note += f'; new rows, at the mean of the others: {first_ten(names)}'
-    return found, note
+    return leaves, note

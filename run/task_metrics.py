@@ -1,7 +1,6 @@
-"""Task metrics: of the model's answers to the inputs of a split, or of its scores of the targets.
+"""Task metrics of a model's answers to the inputs of a split, or of its scores of the targets.
 
-Training computes them on the way ("inference_eval"), and `--mode=evaluate` for checkpoints. Source:
-SeqIO seqio/evaluation.py.
+Computed during training ("inference_eval") and by `--mode=evaluate`. Source: SeqIO seqio/evaluation.py.
 """
 
 import difflib
@@ -44,7 +43,7 @@ from vocabulary import Vocabulary
 
 
 class TaskMetrics(NamedTuple):
-    """The metrics of a task in a run. Its tasks share the model that answers."""
+    """The metrics of a task in a run. All tasks share one model, `t5`."""
 
     task: 'EvaluatedTask'
     model_config: T5Config  # for the run's parameters, adapters included
@@ -68,13 +67,13 @@ class TaskMetrics(NamedTuple):
         Returns None if `stop`, see `EvaluatedTask.results`, ends the evaluation.
         """
         self.t5.arrays = lora.merge(self.model_config, params)
-        found = self.task.results(self.t5, stop)
+        result = self.task.results(self.t5, stop)
         self.t5.arrays = {}
-        if found is None:
+        if result is None:
             return None
-        in_all(lambda: write_results(self.workdir, self.task, step, found, self.console.line))
-        self.console.line(results.describe(step, self.task.split, self.task.name, found.values))
-        return found.events()
+        in_all(lambda: write_results(self.workdir, self.task, step, result, self.console.line))
+        self.console.line(results.describe(step, self.task.split, self.task.name, result.values))
+        return result.events()
 
 
 def of_run(
@@ -84,7 +83,7 @@ def of_run(
     workdir: AnyPath,
     console: Console,
 ) -> list[TaskMetrics]:
-    """Return the metrics of tasks in a run. The model that answers has no adapters, and gets its parameters later."""
+    """Return the metrics of tasks in a run. Their model has no adapters; each evaluation sets its parameters."""
     if not tasks:
         return []
     params = {}
@@ -97,7 +96,7 @@ def of_run(
 
 
 class EvaluatedTask(NamedTuple):
-    """The examples of a split of a task, and what their results are called."""
+    """The examples of a split of a task, and the name of their results."""
 
     task: Task
     name: str
@@ -109,13 +108,13 @@ class EvaluatedTask(NamedTuple):
     decoding: infer.Decoding = infer.Decoding()
 
     def postprocess(self, text: str, example: RecordExample, is_target: bool) -> object:
-        """Return what metrics compare of a text, the targets or an answer of an example."""
+        """Convert a text, an example's targets or an answer to it, to the value that metrics compare."""
         assert example.targets is not None
         fields = {**example.fields, 'num_target_tokens': len(example.targets)}
         return self.task.postprocess(text, fields, is_target=is_target)
 
     def target(self, example: RecordExample) -> object:
-        """Return what metrics compare of the targets of an example."""
+        """Return the value that metrics compare with answers to an example."""
         return self.postprocess(example.text('targets', self.vocabulary), example, is_target=True)
 
     def results(
@@ -179,15 +178,15 @@ def decoding_of(
 
     Without a vocabulary, its texts are not checked, and its module's filters are left out.
     """
-    given = {name: decode[name] for name in SETTINGS}
+    options = {name: decode[name] for name in SETTINGS}
     if decode.module:
         file = user_code.module_file('decode.module', decode.module)
         module = user_code.load_module(file, file.read_bytes())
         if not hasattr(module, 'filters'):
             raise Refused(f'decode.module={decode.module!r}: {file} has no function filters')
         if vocabulary is not None:
-            given['filters'] = tuple(module.filters(vocabulary))
-    decoding = Decoding(**given)
+            options['filters'] = tuple(module.filters(vocabulary))
+    decoding = Decoding(**options)
     if decoding.is_allowed_per_input:
         raise Refused(f'decode.allowed={decoding.allowed}: name texts, the same for all inputs')
     decoding.check()
@@ -201,7 +200,7 @@ def open_tasks(
 ) -> list[OpenTask]:
     """Open the sources of the tasks of infer_eval.task, or of data.task, that can be evaluated.
 
-    Of a mixture the tasks without metrics or without the split are left out. Raises Refused if none is left.
+    Skips the tasks of a mixture without metrics or without the split. Raises Refused if none is left.
     """
     split = infer_eval.split
     if decode.num_return > 1:
@@ -209,18 +208,18 @@ def open_tasks(
     decoding_of(decode)  # raises Refused for options that do not fit together
     opened: dict[str, OpenTask] = {}
     for name in (infer_eval.task or data_group.task).split(','):
-        of_task = tasks.open.settings_of_task(data_group, name.strip())
-        of_name = {}
-        for task in tasks.open.tasks_of(tasks.open.find(of_task)).values():
+        task_settings = tasks.open.settings_of_task(data_group, name.strip())
+        matches = {}
+        for task in tasks.open.tasks_of(tasks.open.find(task_settings)).values():
             if task.metric_fns and task.takes_inputs:
-                open_task = tasks.open.open_task(task, of_task)
+                open_task = tasks.open.open_task(task, task_settings)
                 if open_task.source.may_hold(split):
-                    of_name[task.name] = open_task
-        if not of_name:
+                    matches[task.name] = open_task
+        if not matches:
             raise Refused(
                 f'infer_eval.task={name.strip()!r} has no metrics, no inputs or no split {split!r}: name another task'
             )
-        opened |= of_name
+        opened |= matches
     return list(opened.values())
 
 
@@ -265,7 +264,7 @@ def read_tasks(
             open_task.task, name, split, examples, vocabulary, infer_eval, settings, decoding
         )
         for example in examples:
-            task.target(example)  # fails before the run begins, if it does
+            task.target(example)  # an error should end the run before it begins
         num_trimmed = sum(example.is_trimmed for example in examples)
         for line in describe_trimming({name: [len(examples), num_trimmed]}):
             console.line(line)
@@ -274,7 +273,7 @@ def read_tasks(
 
 
 def takes_scores(metric_fn: MetricFn) -> bool:
-    """Return whether a metric takes the scores of the targets, and not predictions."""
+    """Return whether a metric takes the scores of the targets instead of predictions."""
     return 'scores' in inspect.signature(metric_fn).parameters
 
 
@@ -284,7 +283,7 @@ def score(
     batch_size: int,
     progress: Callable[[int], None],
 ) -> list[float]:
-    """Return the targets' log-likelihoods in nats. Neighbours with the same inputs are choices of one input."""
+    """Return the targets' log-likelihoods in nats. Adjacent examples with the same inputs are choices of one input."""
     choices = []
     for _, group in itertools.groupby(examples, lambda x: (x.inputs.tobytes(), x.numbers)):
         same_inputs = list(group)
@@ -302,7 +301,6 @@ def score(
 def compute_metrics(
     task: EvaluatedTask, answers: Sequence[str] | None, scores: Sequence[float] | None
 ) -> TaskResults:
-    """Return the metrics of a task."""
     targets = []
     predictions = []
     lines: list[dict[str, object]] = []
@@ -332,20 +330,20 @@ def write_results(
     folder: AnyPath,
     task: EvaluatedTask,
     step: int,
-    found: TaskResults,
+    result: TaskResults,
     report: Callable[[str], object],
 ) -> bool:
-    """Write a task's results in the first process, or report that there are others. Return whether it wrote."""
+    """Write a task's results in the first process, or report that others exist. Return whether it wrote them."""
     if jax.process_index() > 0:
         return False
-    kept = results.Results(folder)
-    is_written = kept.write(task.name, step, found.values, found.lines, task.settings)
+    store = results.Results(folder)
+    is_written = store.write(task.name, step, result.values, result.lines, task.settings)
     if not is_written:
         report(
-            f'Step {step:,}: {kept.folder} keeps its results of {task.name}, which other files or '
-            'settings gave; these are not written there.'
+            f'Step {step:,}: {store.folder} keeps its results of {task.name}, from other files or settings; '
+            'the new ones are not written.'
         )
-    kept.write_table()
+    store.write_table()
     return is_written
 
 
@@ -355,9 +353,9 @@ def check_best_metric(
     evaluated_tasks: Sequence[EvaluatedTask],
     loss_config: LossConfig,
 ) -> None:
-    """Raise Refused unless one of the evaluations of a run gives `metric`, save.best_metric.
+    """Raise Refused unless an evaluation of the run computes `metric`, save.best_metric.
 
-    The names of task metrics come from the targets, taken as answers.
+    The names of task metrics come from computing them with the targets as answers.
     """
     available = []
     sums = validation.sum_names(loss_config, held_out.batch_of([[]]))
@@ -377,7 +375,7 @@ def check_best_metric(
 
 
 def validation_tags(data_group: ConfigDict, sums: Iterable[str]) -> list[str]:
-    """Return the names of the metrics that an `Evaluation` returns, from those of the sums of its loss."""
+    """Return the names of the metrics that an `Evaluation` returns. `sums`: the names of its loss's sums."""
     zeros = dict.fromkeys(sums, 0.0)
     tags = list(validation.summarize([zeros], batch_size=1, data_group=data_group))
     for name in ('nats_per_text_token', 'nats_per_target_token'):

@@ -22,7 +22,7 @@ from sources import Share
 from stream import OpenMixture
 from vocabulary import EOS_ID, PAD_ID, UNK_ID, SentencePieceVocabulary, Vocabulary
 
-SAMPLE_CHARACTERS = 10_000_000  # a vocabulary is trained on the first ones
+SAMPLE_CHARACTERS = 10_000_000  # a vocabulary is trained on this much text
 SAMPLE_LINE_CHARACTERS = 1000  # SentencePiece drops long lines, so they are cut
 
 
@@ -35,11 +35,11 @@ def find_or_train_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of a run, with `data_group.added_tokens`.
 
-    It is what `data_group.vocabulary` names, else the `model` of a restored checkpoint's vocabulary, else the one
-    kept in the workdir, else one trained on `texts`. Raises Refused if another one is in the workdir,
-    and for a vocabulary that is missing, unreadable or larger than `max_size` ids.
+    The first of: the one that `data_group.vocabulary` names, `model` from a restored checkpoint, the workdir's, one
+    trained on `texts`. Raises Refused if the workdir has another one, and if the vocabulary is missing, unreadable
+    or larger than `max_size` ids.
     """
-    kept = kept_file(workdir)
+    file = kept_file(workdir)
     vocabulary: Vocabulary
     if data_group.vocabulary:
         vocabulary = named_vocabulary(
@@ -47,16 +47,16 @@ def find_or_train_vocabulary(
         )
     elif model:
         vocabulary = of_model(model, data_group.extra_ids)
-    elif kept is not None:
-        remedy = 'remove it: the run takes the one of its newest checkpoint, or makes it again'
-        vocabulary = read_model(kept, data_group.extra_ids, remedy)
+    elif file is not None:
+        remedy = "remove it: the run takes its newest checkpoint's, or trains it again"
+        vocabulary = read_model(file, data_group.extra_ids, remedy)
     else:
-        trained = train_vocabulary(texts, data_group.num_pieces)
-        vocabulary = SentencePieceVocabulary(trained, data_group.extra_ids)
+        model = train_vocabulary(texts, data_group.num_pieces)
+        vocabulary = SentencePieceVocabulary(model, data_group.extra_ids)
     vocabulary = add_tokens(vocabulary, data_group.added_tokens)
-    if vocabulary.model and kept is not None and vocabulary.model != kept.read_bytes():
+    if vocabulary.model and file is not None and vocabulary.model != file.read_bytes():
         raise Refused(
-            f'{kept} is another vocabulary than data.vocabulary={data_group.vocabulary!r}, or the one of the checkpoint, with '
+            f'{file} differs from data.vocabulary={data_group.vocabulary!r}, or the vocabulary of the checkpoint, with '
             f'data.added_tokens={tuple(data_group.added_tokens)}: remove it, or change these'
         )
     mark_sentinels(vocabulary, data_group.sentinels)
@@ -71,7 +71,7 @@ def find_or_train_vocabulary(
 def train_vocabulary(texts: Iterable[str], num_pieces: int) -> bytes:
     """Return a SentencePiece unigram model of at most `num_pieces` pieces, the same every time."""
     model = io.BytesIO()
-    lines = list(sample_lines(texts))  # an error of reading them is not SentencePiece's
+    lines = list(sample_lines(texts))  # here: a reading error is not SentencePiece's
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -122,8 +122,8 @@ def training_texts(mixture: OpenMixture) -> Iterator[str]:
             raise Refused("data.vocabulary='': name the vocabulary of the task cache")
         records = (document.record for document in task.source.documents('train', share))
         readers.append(itertools.chain.from_iterable(map(task.texts_of, records)))
-    for example_of_each in itertools.zip_longest(*readers, fillvalue={}):
-        for example in example_of_each:
+    for examples in itertools.zip_longest(*readers, fillvalue={}):
+        for example in examples:
             for feature in ('inputs', 'targets'):
                 if example.get(feature):
                     yield example[feature]

@@ -1,4 +1,4 @@
-"""The newest step of a workdir whose checkpoint is as it was saved."""
+"""The newest undamaged checkpoint of a workdir."""
 
 import itertools
 import re
@@ -22,8 +22,7 @@ def newest_valid(
     """Return the newest step that verifies; None if `workdir` has no checkpoint. Every process calls it.
 
     Reports a damaged checkpoint in one line and renames it `checkpoint_STEP.damaged-N`. Raises Refused if no
-    other is left, and OSError for one that cannot be read, which may be valid and stays. In a bucket, leaves out
-    unfinished ones.
+    other is left, and OSError if one cannot be read: it may be valid, and stays. In a bucket, skips unfinished ones.
     """
     workdir = paths.to_path(workdir)
     for step, directory in reversed(checkpoint.step_folders(workdir).items()):

@@ -48,10 +48,10 @@ class Workdir(NamedTuple):
     lock: Lock  # while it is open, no other process uses the workdir
     metrics: 'Metrics'
     saver: checkpoint.Saver
-    files: dict[str, bytes]  # put into every checkpoint: settings, vocabulary, an own model
+    files: dict[str, bytes]  # copied into every checkpoint: settings, vocabulary, a user's model
 
     def prune(self) -> None:
-        """Delete old checkpoints, as the settings `save` say."""
+        """Delete old checkpoints according to the settings `save`."""
         prune(self.path, self.metrics.save, self.metrics.history().rank)
 
 
@@ -65,16 +65,16 @@ class Progress(NamedTuple):
 
 
 class Events:
-    """TensorBoard's events, in a folder for each name. For a bucket they are written on the disk and copied."""
+    """TensorBoard's events, in a folder for each name. For a bucket, written on a disk and copied."""
 
     def __init__(self, folder: paths.AnyPath):
         self.folder = folder
         self.local = folder
         if not isinstance(folder, Path):
-            self._temporary = tempfile.TemporaryDirectory()  # is removed with this object
+            self._temporary = tempfile.TemporaryDirectory()  # removed with this object
             self.local = Path(self._temporary.name)
         self.writers: dict[str, tensorboard.summary.Writer] = {}
-        # TensorBoard's switch: while a module has this name, its writer does not import TensorFlow, in seconds.
+        # A module of this name keeps TensorBoard's writer from importing TensorFlow, which takes seconds.
         sys.modules['tensorboard.compat.notf'] = types.ModuleType('tensorboard.compat.notf')
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
@@ -96,7 +96,7 @@ class Metrics:
     def __init__(
         self, workdir: paths.AnyPath, lines: Sequence[Mapping], corpus: str, save: Mapping
     ):
-        """Begin with `lines`, those before the next step: later steps are taken again."""
+        """Begin with `lines`, all before the next step: a resumed run repeats later steps."""
         self.corpus = corpus
         self.save = save
         self.file = workdir / 'metrics.jsonl'
@@ -116,15 +116,14 @@ class Metrics:
         """Return the names of the evaluations after `step` that the first process has not written."""
         if not names:
             return []
-        written = [line['run'] for line in self.evaluations if line['step'] == step]
-        is_written = [name in written for name in names]
-        of_first = from_first_process(np.array(is_written))
-        return [name for name, x in zip(names, of_first, strict=True) if not x]
+        runs = [line['run'] for line in self.evaluations if line['step'] == step]
+        is_written = from_first_process(np.array([name in runs for name in names]))
+        return [name for name, x in zip(names, is_written, strict=True) if not x]
 
     def write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         """Write {T5X's tag: number} of a step of 'train', 'training_eval/TASK', 'inference_eval/TASK'.
 
-        Each process calls it, and raises an error where the first one cannot write.
+        Every process calls it, and raises an error if the first one cannot write.
         """
         in_all(lambda: self._write(name, step, values))
 
@@ -156,18 +155,18 @@ def prune(folder: paths.AnyPath, save: ConfigDict, rank: Callable[[int], float] 
         return
     steps = checkpoint.steps(folder)
     ranked = [step for step in steps if rank(step) > -math.inf]
-    ranked.sort(key=rank, reverse=True)  # stable: the first of equal ones leads
-    kept = ranked[: save.keep] + steps[-1:]
+    ranked.sort(key=rank, reverse=True)  # stable: of equals, the first wins
+    steps_to_keep = ranked[: save.keep] + steps[-1:]
     for step in steps:
         directory = folder / f'checkpoint_{step}'
         is_multiple = bool(save.keep_every) and step % save.keep_every == 0
-        if step in kept or is_multiple or (directory / 'PINNED').exists():
+        if step in steps_to_keep or is_multiple or (directory / 'PINNED').exists():
             continue
         checkpoint.delete(directory)
 
 
 def lock_folder(folder: paths.AnyPath) -> Lock:
-    """Lock a workdir, in the first process, until the lock is closed. Raises Refused that names the holder."""
+    """Lock a workdir, in the first process, until the lock is closed. Raises Refused with the holder's name."""
     remedy = (
         'stop that run, or name another --workdir; if this process has prepared it before, train '
         'that run, or close its workdir.lock'
@@ -176,7 +175,7 @@ def lock_folder(folder: paths.AnyPath) -> Lock:
 
 
 def progress_files(stream: Stream, batch: PrefetchedBatch, progress: Progress) -> dict[str, bytes]:
-    """Return the files of a checkpoint after `batch`, which `read_progress` reads. Every process calls it."""
+    """Return the files of a checkpoint after `batch`, for `read_progress`. Every process calls it."""
     rows = np.zeros((stream.batch_size, *batch.after.shape[1:]), np.int64)
     rows[stream.rows] = batch.after
     position_file = io.BytesIO()
@@ -195,7 +194,7 @@ def progress_files(stream: Stream, batch: PrefetchedBatch, progress: Progress) -
 
 
 def read_progress(directory: paths.AnyPath | None, stream: Stream) -> Progress:
-    """Move a stream to its position in the checkpoint `directory`; return the rest. None is a new run."""
+    """Seek `stream` to its position in the checkpoint `directory`; return the progress. None: a new run."""
     if directory is None:
         return Progress()
     positions = np.load(io.BytesIO((directory / 'data_position.npy').read_bytes()))

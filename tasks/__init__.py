@@ -1,4 +1,4 @@
-"""Tasks and mixtures by name: `get`, and the parts of a row of your own. Imports no jax."""
+"""Tasks and mixtures by name: `get`, and the types for your own. Imports no jax."""
 
 from tasks.mixtures import Mixture, Task, proportional
 
@@ -11,7 +11,7 @@ def get(name: str, module: str = '') -> Task | Mixture:
     `module`: a Python file with a list TASKS of your own. Raises Refused for a name that does not
     exist, with the nearest ones.
     """
-    from tasks import names  # T5's tables: a tenth of a second
+    from tasks import names  # late: T5's tables take a tenth of a second
 
     row = names.look_up(name, module)
     if row is None:

@@ -1,7 +1,7 @@
 """The parts of the denoising objectives: noise masks and token functions.
 
 A mask is bool [rows, length], True for noise. A token function takes the ids int32 [rows, length]
-and a mask, and returns ids of the same shape in which a token that is gone is DROPPED. Names are
+and a mask, and returns ids of the same shape, with DROPPED for each removed token. Names are
 as in t5/data/preprocessors.py. All randomness is a function of a key. Imports no jax.
 """
 
@@ -11,7 +11,7 @@ from data import first_of_spans
 from randomness import random_bits, random_fractions, random_integers
 
 NUM_RESERVED_IDS = 3  # pad, EOS and unknown are never drawn
-RANDOM_PROB = 0.1  # BERT's
+RANDOM_PROB = 0.1  # as in BERT
 
 
 # Noise masks.
@@ -25,8 +25,8 @@ def iid_noise_mask(shape: tuple[int, int], density: float, *key: int | str) -> n
 def random_prefix_noise_mask(shape: tuple[int, int], density: float, *key: int | str) -> np.ndarray:
     """Return a mask whose noise is a prefix of each row, of uniformly random length.
 
-    At a density of 0.5 it has 1 to length - 1 tokens; below, its shortest length is greater. A
-    single token is not noise. `density` is 0.5 at most.
+    At a density of 0.5 it has 1 to length - 1 tokens; at a lower density, its shortest length is greater.
+    A single token is not noise. `density` is at most 0.5.
     """
     num_rows, length = shape
     longest = length - 1
@@ -36,7 +36,7 @@ def random_prefix_noise_mask(shape: tuple[int, int], density: float, *key: int |
 
 
 def without_spans_after(mask: np.ndarray, num_spans: int) -> np.ndarray:
-    """Return a mask without the spans of each row that come after its first `num_spans`."""
+    """Return a mask with only the first `num_spans` spans of each row."""
     return mask & (np.cumsum(first_of_spans(mask), axis=1) <= num_spans)
 
 
@@ -44,7 +44,6 @@ def without_spans_after(mask: np.ndarray, num_spans: int) -> np.ndarray:
 
 
 def permute_tokens(tokens: np.ndarray, *key: int | str) -> np.ndarray:
-    """Permute the tokens of each row."""
     bits = random_bits(tokens.shape, 'permute', tokens.shape[1], *key) >> 1
     return np.take_along_axis(tokens, np.argsort(bits, axis=1, kind='stable'), axis=1)
 

@@ -1,9 +1,9 @@
 """Metrics of T5, mT5 and ByT5: texts or numbers in, {name: number} out. Imports no jax.
 
 A metric is a function (targets, predictions) or (targets, scores): the names of its parameters say
-which of the two it takes. Bind further settings with functools.partial. Values are Python numbers
-in percent where nothing else is said. There is at least one example, and an output for each target (`paired`).
-Input that would give a wrong number raises an error; other wrong input raises what Python does. scikit-learn
+which of the two it takes. Bind further settings with functools.partial. Values are Python numbers,
+in percent unless stated otherwise. There is at least one example, and an output for each target (`paired`).
+Input that would give a wrong number raises an error; other wrong input raises Python's own. scikit-learn
 and SciPy are imported where they are used: each takes a second. Source:
 t5/evaluation/metrics.py and qa_utils.py; other sources are named where they are used.
 """
@@ -31,7 +31,7 @@ Metric = Callable[..., Mapping[str, float]]
 References = str | Sequence[str]  # right answers: one, or several
 
 ENGLISH_ARTICLES = r'\b(a|an|the)\b'
-# MLQA's rules. The Arabic article is a prefix, which goes wherever its letters stand, as there.
+# MLQA's rules. The Arabic article is a prefix; as in MLQA, its letters are removed everywhere.
 ARTICLES = {
     'ar': 'ال',
     'de': r'\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b',
@@ -54,8 +54,8 @@ def bleu(
     """Return {'bleu'} of sacrebleu over the corpus, with its defaults: smoothing 'exp', case kept.
 
     `targets`: a text for each prediction; or, with several references, lists of texts, each list a
-    reference for all predictions. `tokenizer`: sacrebleu's; T5 has 'intl', most papers '13a'. For
-    Chinese it is 'zh', for Japanese 'ja-mecab'; 'char' takes each character for a word.
+    reference for all predictions. `tokenizer`: sacrebleu's; T5 uses 'intl', most papers '13a'. Use 'zh'
+    for Chinese and 'ja-mecab' for Japanese; 'char' makes each character a word.
     """
     references: list = [targets]
     if len(targets) and isinstance(targets[0], list | tuple):
@@ -68,7 +68,7 @@ def bleu(
 def bleu_of_references(
     targets: Sequence[References], predictions: Sequence[str], tokenizer: str = 'intl'
 ) -> Values:
-    """Return `bleu` of predictions that have some references each, as many as there are."""
+    """Return `bleu` of predictions with any number of references each."""
     references = reference_lists(targets)
     return bleu(list(itertools.zip_longest(*references)), predictions, tokenizer)
 
@@ -82,9 +82,9 @@ def rouge(
     """Return the mean F1 of each score: 'rouge1' to 'rouge9', 'rougeL', 'rougeLsum'.
 
     Tokens are not stemmed. They are runs of a-z and 0-9, as in T5, so a text without them scores 0;
-    with a `tokenizer`, see `bleu`, they are sacrebleu's, in lower case. A sentence ends at a newline,
-    and at ' . '. Differs from T5: the mean, which is T5's `rouge_mean`, and not the median of a bootstrap. A
-    target may be a list of references: the F1 of the best one counts, as in rouge_score's `score_multi`.
+    with a `tokenizer`, see `bleu`, they are sacrebleu's, in lower case. A sentence ends at a newline
+    and at ' . '. Differs from T5: the mean (T5's `rouge_mean`), not the median of a bootstrap. A target
+    may be a list of references: the F1 of the best one counts, as in rouge_score's `score_multi`.
     Source: Lin 2004; rouge_score 0.1.2.
     """
     tokenize = BLEU(tokenize=tokenizer).tokenizer if tokenizer else None
@@ -96,22 +96,22 @@ def rouge(
         return [tokenize(line).split() for line in lines]
 
     examples = []
-    for references, prediction in paired(reference_lists(targets), predictions):
-        examples.append((list(map(sentences_of, references)), sentences_of(prediction)))
+    for texts, prediction in paired(reference_lists(targets), predictions):
+        examples.append((list(map(sentences_of, texts)), sentences_of(prediction)))
     values = {}
     for key in score_keys:
         f1 = []
-        for of_references, prediction in examples:
-            f1.append(max(rouge_f1(key, target, prediction) for target in of_references))
+        for references, prediction in examples:
+            f1.append(max(rouge_f1(key, target, prediction) for target in references))
         values[key] = mean_percent(f1)
     return values
 
 
 def rouge_f1(key: str, target: list[list[str]], prediction: list[list[str]]) -> float:
-    """Return a score of ROUGE, from 0 to 1, of the sentences of a target and of a prediction."""
+    """Return a ROUGE score, from 0 to 1, of the sentences of a target and a prediction."""
     if key == 'rougeLsum':
         return rouge_l_sum(target, prediction)
-    # N-grams and the longest common subsequence go over the ends of sentences.
+    # N-grams and the longest common subsequence may cross the ends of sentences.
     target_tokens = list(itertools.chain(*target))
     prediction_tokens = list(itertools.chain(*prediction))
     if key == 'rougeL':
@@ -129,7 +129,7 @@ def rouge_l_sum(target: list[list[str]], prediction: list[list[str]]) -> float:
     """Return the F1 of the summary-level longest common subsequence (Lin 2004 §3.2).
 
     A token of a target's sentence is a match if it is in the longest common subsequence with any
-    sentence of the prediction; a token of the prediction is matched once only.
+    sentence of the prediction; a token of the prediction is matched at most once.
     """
     matches = []
     for sentence in target:
@@ -145,7 +145,7 @@ def rouge_l_sum(target: list[list[str]], prediction: list[list[str]]) -> float:
 def common_positions(target: list[str], prediction: list[str]) -> set[int]:
     """Return the positions in `target` of a longest common subsequence.
 
-    Of several it is the one that rouge_score takes, because the union over sentences depends on it.
+    If there are several, it is the one of rouge_score, because the union over sentences depends on it.
     """
     lengths = common_lengths(target, prediction)
     positions = set()
@@ -164,9 +164,9 @@ def common_positions(target: list[str], prediction: list[str]) -> set[int]:
 
 
 def common_lengths(target: list[str], prediction: list[str]) -> np.ndarray:
-    """Return an int array: at [i, j], the length of the longest common subsequence.
+    """Return the lengths of the longest common subsequences of all prefixes, int.
 
-    It belongs to the first i tokens of `target` and the first j of `prediction`.
+    [i, j] belongs to the first i tokens of `target` and the first j of `prediction`.
     """
     is_equal = np.array(target, object)[:, None] == np.array(prediction, object)[None]
     lengths = np.zeros((len(target) + 1, len(prediction) + 1), int)
@@ -182,8 +182,8 @@ def common_lengths(target: list[str], prediction: list[str]) -> np.ndarray:
 def squad(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'}: exact match and F1 of words, the best over the answers of a question.
 
-    `targets`: the answers of each question. Without a common word F1 is 0, so a prediction that is
-    empty, as its answer is, has 'em' 100 and 'f1' 0.
+    `targets`: the answers of each question. Without a common word F1 is 0, so an empty prediction of an
+    empty answer has 'em' 100 and 'f1' 0.
     """
     return answer_scores(targets, predictions, normalize_squad)
 
@@ -191,9 +191,9 @@ def squad(targets: Sequence[References], predictions: Sequence[str]) -> Values:
 def squad_v2(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'em', 'f1'} of SQuAD 2.0, where some questions have no answer.
 
-    `targets`: the answers of each question, [''] for one without. There an empty prediction is right
+    `targets`: the answers of each question, [''] for one without. For that, an empty prediction is right
     and any other wrong. With questions of both kinds, 'em_with_answer', 'f1_with_answer' and
-    'em_without_answer' are of each kind alone. Source: SQuAD's evaluate-v2.0.py, where these are
+    'em_without_answer' cover one kind each. Source: SQuAD's evaluate-v2.0.py, where these are
     'exact', 'f1', 'HasAns_exact', 'HasAns_f1' and 'NoAns_exact'.
     """
     exact_matches = []
@@ -201,7 +201,7 @@ def squad_v2(targets: Sequence[References], predictions: Sequence[str]) -> Value
     for answers, prediction in paired(reference_lists(targets), predictions):
         words = normalize_squad(prediction).split()
         words_of_answers = [normalize_squad(answer).split() for answer in answers]
-        # An answer without a word, such as 'the', counts only if all are.
+        # An answer that has no words left, such as 'the', counts only if all answers are like this.
         words_of_answers = list(filter(None, words_of_answers)) or [[]]
         is_exact = words in words_of_answers
         overlaps = [overlap_f1(answer_words, words) for answer_words in words_of_answers]
@@ -246,21 +246,21 @@ def answer_scores(
 
 
 def normalize_squad(text: str) -> str:
-    """Return a text in lower case without ASCII punctuation and articles, words a space apart."""
+    """Return a text in lower case without ASCII punctuation and articles, with single spaces."""
     text = ''.join(character for character in text.lower() if character not in string.punctuation)
     return ' '.join(re.sub(ENGLISH_ARTICLES, ' ', text).split())
 
 
 def normalize_trivia_qa(text: str) -> str:
-    """Return a text in lower case without articles, words a space apart; punctuation parts words."""
+    """Return a text in lower case without articles, with single spaces; punctuation becomes a space."""
     text = re.sub(f'[{re.escape(string.punctuation)}‘’´]', ' ', text.lower())
     return ' '.join(re.sub(ENGLISH_ARTICLES, ' ', text).split())
 
 
 def normalize_mlqa(text: str, lang: str) -> str:
-    """Return a text in lower case without punctuation and the articles of `lang`.
+    """Return a text in lower case without punctuation and the articles of `lang`, with single spaces.
 
-    Words are a space apart. Each Chinese character is a word where `lang` is 'zh'.
+    Each Chinese character is a word if `lang` is 'zh'.
     """
 
     def is_mark(character: str) -> bool:
@@ -276,7 +276,7 @@ def normalize_mlqa(text: str, lang: str) -> str:
 
 
 def span_squad(targets: Sequence[Mapping], predictions: Sequence[str]) -> Values:
-    """Return {'em', 'f1'} of `squad` for predictions 'start: 3 end: 6', the end included.
+    """Return {'em', 'f1'} of `squad` for predictions 'start: 3 end: 6', end included.
 
     The numbers count words of the context. `targets`: {'context': text, 'answers': texts}.
     """
@@ -286,7 +286,7 @@ def span_squad(targets: Sequence[Mapping], predictions: Sequence[str]) -> Values
         tokens = re.sub(r'\W', ' ', span).split()
         try:
             texts.append(' '.join(words[int(tokens[1]) : int(tokens[3]) + 1]))
-        except (IndexError, ValueError):  # an early model writes anything
+        except (IndexError, ValueError):  # an untrained model writes anything
             texts.append('')
     return squad([target['answers'] for target in targets], texts)
 
@@ -325,7 +325,7 @@ def cer(targets: Sequence[str], predictions: Sequence[str]) -> Values:
 
 
 def word_error(targets: Sequence[References], predictions: Sequence[str]) -> Values:
-    """Return {'word_error'}: the percentage of predictions that are none of their references.
+    """Return {'word_error'}: the percentage of predictions that match none of their references.
 
     `targets`: the references of each prediction, such as all pronunciations of a word.
     """
@@ -336,8 +336,8 @@ def word_error(targets: Sequence[References], predictions: Sequence[str]) -> Val
 def phoneme_error(targets: Sequence[References], predictions: Sequence[str]) -> Values:
     """Return {'phoneme_error'}: edits in percent of the phonemes, both summed over the corpus.
 
-    `targets`: the references of each prediction. The nearest one counts, of equally near ones the
-    first. Phonemes are separated by spaces.
+    `targets`: the references of each prediction. The nearest one counts; in a tie, the first.
+    Phonemes are separated by spaces.
     """
     num_edits = 0
     num_phonemes = 0
@@ -391,7 +391,7 @@ def accuracy(targets: Sequence[object], predictions: Sequence[object]) -> Values
 
 
 def accuracy_of_references(targets: Sequence[References], predictions: Sequence[str]) -> Values:
-    """Return the percentage of predictions that are one of their references."""
+    """Return the percentage of predictions that match one of their references."""
     pairs = paired(reference_lists(targets), predictions)
     return {'accuracy': mean_percent([prediction in target for target, prediction in pairs])}
 
@@ -418,7 +418,7 @@ def multirc_f1_over_all_answers(
 def mean_multiclass_f1(num_classes: int) -> Metric:
     """Return a metric {'mean_3class_f1'}: the mean over classes 0, 1, ... of the F1 of each.
 
-    Any other prediction, such as -1, is of no class. A class that does not occur has F1 0.
+    Any other prediction, such as -1, has no class. A class that does not occur has F1 0.
     """
 
     def metric(targets: Sequence[int], predictions: Sequence[int]) -> Values:
@@ -435,7 +435,7 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
 def matthews_corrcoef(targets: Sequence[object], predictions: Sequence[object]) -> Values:
     """Return {'matthews_corrcoef'}, 100 times Gorodkin's R_K, over all labels that occur.
 
-    -1, for a text that names no class, is a class of its own. 0 where either side has one label.
+    -1, for a text that names no class, is a class of its own. 0 if either side has only one label.
     """
     from sklearn import metrics
 
@@ -447,12 +447,12 @@ def matthews_corrcoef(targets: Sequence[object], predictions: Sequence[object]) 
 
 
 def pearson_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
-    """Return {'pearson_corrcoef'}, nan where either side is constant."""
+    """Return {'pearson_corrcoef'}, nan if either side is constant."""
     return {'pearson_corrcoef': correlation_percent(targets, predictions)}
 
 
 def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> Values:
-    """Return {'spearman_corrcoef'}, nan where either side is constant."""
+    """Return {'spearman_corrcoef'}, nan if either side is constant."""
     from scipy.stats import rankdata
 
     ranks = correlation_percent(rankdata(targets), rankdata(predictions))
@@ -479,7 +479,7 @@ def mean_group_metric(metric_fn: Metric) -> Metric:
     """Return a metric: the mean over groups of `metric_fn` of each group.
 
     It takes targets {'value', 'group'} and predictions {'value'}; examples with an equal 'group' are
-    a group. A split of which examples are left out gives other numbers than the whole.
+    a group. Part of a split gives other values than the full split.
     """
 
     def metric(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Values:
@@ -487,7 +487,7 @@ def mean_group_metric(metric_fn: Metric) -> Metric:
         for group in grouped(targets, predictions):
             for name, value in metric_fn(*zip(*group, strict=True)).items():
                 values.setdefault(name, []).append(value)
-        return {name: float(np.mean(of_groups)) for name, of_groups in values.items()}
+        return {name: float(np.mean(group_values)) for name, group_values in values.items()}
 
     return metric
 
@@ -506,7 +506,7 @@ def deduplicate_metric(metric_fn: Metric) -> Metric:
 
 
 def grouped(targets: Sequence[Mapping], predictions: Sequence[Mapping]) -> Iterable[list[tuple]]:
-    """Return the groups, in the order of the first example of each: (target, prediction) of all in it."""
+    """Return the (target, prediction) pairs of each group, in the order of the groups' first examples."""
     groups: dict[Hashable, list[tuple]] = defaultdict(list)
     for target, prediction in paired(targets, predictions):
         groups[target['group']].append((target['value'], prediction['value']))
@@ -522,7 +522,7 @@ class Choice(NamedTuple):
     example: int
     choice: int
     is_correct: bool
-    weight: float  # the example's
+    weight: float  # equal for all choices of an example
     score: float
 
 
@@ -532,12 +532,12 @@ def rank_classification(
     num_classes: int | None = None,
     normalize_by_target_length: bool = False,
 ) -> Values:
-    """Return {'accuracy'} and more of choices ranked by their log-likelihoods.
+    """Return {'accuracy'} and other metrics of choices ranked by their log-likelihoods.
 
-    `targets`: (idx, is_correct, weight, number of target tokens) of each choice, idx being (example,
-    choice); in any order. `scores`: nats. With `num_classes` all examples have as many choices; then
-    more than 2 also give 'mean_3class_f1', and 2 give 'f1', 'auc-roc' and 'auc-pr' of choice 1, in
-    percent; but not where an example has several correct choices.
+    `targets`: (idx, is_correct, weight, number of target tokens) of each choice, in any order; idx is
+    (example, choice). `scores`: nats. With `num_classes`, all examples have that many choices. Unless an
+    example has several correct ones, more than 2 also give 'mean_3class_f1', and 2 give 'f1', 'auc-roc'
+    and 'auc-pr' of choice 1, in percent.
     """
     choices = []
     for target, score in paired(targets, scores):
@@ -586,10 +586,10 @@ def fixed_choice_metrics(choices: list[Choice], num_classes: int) -> Values:
     values['f1'] = 100 * float(f1_score(is_correct[:, 1], is_best[:, 1]))
     exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
     probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
-    of_choice_1 = (is_correct[:, 1], probabilities[:, 1])
-    with warnings.catch_warnings(action='ignore'):  # where a class does not occur: nan, or 0
-        area = metrics.roc_auc_score(*of_choice_1, sample_weight=weights)
-        precision = metrics.average_precision_score(*of_choice_1, sample_weight=weights)
+    choice_1 = (is_correct[:, 1], probabilities[:, 1])
+    with warnings.catch_warnings(action='ignore'):  # if a class does not occur: nan, or 0
+        area = metrics.roc_auc_score(*choice_1, sample_weight=weights)
+        precision = metrics.average_precision_score(*choice_1, sample_weight=weights)
     return values | {'auc-roc': 100 * float(area), 'auc-pr': 100 * float(precision)}
 
 
@@ -607,19 +607,18 @@ def count_common(target: Sequence[Hashable], prediction: Sequence[Hashable]) -> 
 
 
 def f_measure(num_common: float, num_targets: float, num_predictions: float) -> float:
-    """Return 2PR / (P + R), P being common / predictions, R common / targets; 0 if none is common."""
+    """Return 2PR / (P + R) with P = common / predictions and R = common / targets; 0 if none is common."""
     if not num_common:
         return 0.0
     return 2 * float(num_common) / float(num_targets + num_predictions)
 
 
 def mean_percent(values: Sequence[float] | np.ndarray) -> float:
-    """Return 100 times the mean."""
     return 100 * float(np.mean(values))
 
 
 def reference_lists(targets: Sequence[References]) -> list[Sequence[str]]:
-    """Return the references of each target; a text is its only one."""
+    """Return the references of each target; a text is its only reference."""
     return [[target] if isinstance(target, str) else target for target in targets]
 
 
@@ -627,6 +626,6 @@ def paired(targets: Sequence, outputs: Sequence) -> list[tuple]:
     """Return each target with its output."""
     if len(targets) != len(outputs) or not len(targets):
         raise ValueError(
-            f'{len(targets)} targets and {len(outputs)} outputs: a metric needs one output for each, and an example'
+            f'{len(targets)} targets and {len(outputs)} outputs: a metric needs one output per target, and an example'
         )
     return list(zip(targets, outputs, strict=True))

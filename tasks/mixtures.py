@@ -33,8 +33,8 @@ MetricFn = Callable[..., Mapping[str, float]]
 class Task:
     """Where the records of a task come from, how each becomes texts, and how answers are scored.
 
-    The fields from `files` to `targets` are the settings of that name in config.data. All others, such
-    as the lengths, are the config's. A split is as data.train_split, or sources.NO_SPLIT where the task has none.
+    The fields from `files` to `references` are the settings of that name in config.data; other settings, such as
+    the lengths, are the config's. A split is like data.train_split, or sources.NO_SPLIT if the task has none.
     """
 
     name: str
@@ -51,15 +51,14 @@ class Task:
     inputs: str = ''
     targets: str = ''
     references: str = ''
-    # From the fields of a record to its examples: none, one or several. Each has the texts 'inputs'
-    # and 'targets', and may have other fields, for `postprocess_fn`. Instead of `inputs` and
-    # `targets`.
+    # Instead of `inputs` and `targets`: makes none, one or several examples from the fields of a record.
+    # Each has the texts 'inputs' and 'targets', and may have other fields, for `postprocess_fn`.
     preprocess_fn: PreprocessFn | None = None
     # A key of objectives.OBJECTIVES, or a class with the protocol data.Objective.
     objective: str | type[Objective] = 'text_to_text'
-    # For a task that is read from its cache alone: where to get the cache.
+    # For a task that is read only from its cache: where to get the cache.
     cache: str = ''
-    # From a text to what `metric_fns` compare. None leaves it a text.
+    # From a text to the value that `metric_fns` compare. None: the text itself.
     postprocess_fn: PostprocessFn | None = None
     metric_fns: Sequence[MetricFn] = ()
 
@@ -78,11 +77,11 @@ class Task:
 
     def settings(self, data_group: ConfigDict) -> ConfigDict:
         """Return config.data with the values of this task."""
-        own = copy.deepcopy(data_group)
-        own.task = self.name
+        settings = copy.deepcopy(data_group)
+        settings.task = self.name
         for name in settings_of_a_row(data_group):
-            own[name] = getattr(self, name)
-        return own
+            settings[name] = getattr(self, name)
+        return settings
 
     @functools.cached_property
     def templates(self) -> dict[str, Template]:
@@ -113,13 +112,13 @@ class Task:
         for fields in records:
             if self.preprocess_fn is not None:
                 for example in self.preprocess_fn(fields):
-                    # Raises Python's own errors if one is no text, or has half a surrogate pair, which no vocabulary takes.
+                    # Raises Python's own errors unless both are texts without unpaired surrogates, which no vocabulary takes.
                     ''.join([example.get('inputs', ''), example['targets']]).encode()
                     yield dict(example)
             elif self.references:
                 name = self.references[1:-1]
-                given = fields[name]
-                references = [given] if isinstance(given, str) else given or ['']
+                value = fields[name]
+                references = [value] if isinstance(value, str) else value or ['']
                 texts = {**fields, name: references[0]}
                 filled = {key: template.fill(texts) for key, template in self.templates.items()}
                 yield {**filled, 'references': references}
@@ -131,7 +130,7 @@ class Task:
     def postprocess(
         self, text: str, example: Fields | None = None, is_target: bool = False
     ) -> object:
-        """Return the value that the metrics compare, of targets or of a predicted text."""
+        """Convert targets or a predicted text to the value that the metrics compare."""
         if self.postprocess_fn is None:
             if self.references and is_target:
                 return (example or {}).get('references', [text])
@@ -149,7 +148,7 @@ class Task:
 
 
 def check_name(name: str) -> None:
-    """Assert that a file and a setting can have the name of a task or mixture."""
+    """Assert that the name of a task or mixture is valid for a file and for a setting."""
     is_plain = name and name.isprintable() and not set(name) & set('/\\,')
     assert is_plain, f'name={name!r:.60}: must be the name of a file, without / \\ and commas'
 
@@ -164,7 +163,7 @@ def settings_of_a_row(data_group: ConfigDict) -> dict[str, str]:
 
 
 class Splits(NamedTuple):
-    """The splits of a data set that a task has, as data.train_split; NO_SPLIT for none."""
+    """The splits of a data set that a task uses, like data.train_split; NO_SPLIT for none."""
 
     train: str = 'train'
     validation: str = 'validation'
@@ -204,9 +203,9 @@ def supervised(
 def proportional(
     maximum: float = math.inf, temperature: float = 1.0, scale: float = 1.0
 ) -> Callable[[int], float]:
-    """Return the rate of a task by its number of examples.
+    """Return a function from the number of examples of a task to its rate.
 
-    That is min(examples * scale, maximum)^(1 / temperature): the limit comes before the
+    The rate is min(examples * scale, maximum)^(1 / temperature): the limit comes before the
     temperature. Source: seqio/utils.py `mixing_rate_num_examples`; T5 (Raffel et al. 2020) §3.5.2.
     """
     return lambda num_examples: min(num_examples * scale, maximum) ** (1 / temperature)
@@ -214,7 +213,7 @@ def proportional(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """Tasks and mixtures, or their names, with rates. The tasks of a mixture within share its rate."""
+    """Tasks and mixtures, or their names, with rates. The tasks of an inner mixture share its rate."""
 
     name: str
     members: Mapping[str, Rate] | Mapping['str | Task | Mixture', Rate]
@@ -231,7 +230,7 @@ class Mixture:
     def with_members(
         self, replace: 'Callable[[str | Task | Mixture], Task | Mixture]'
     ) -> 'Mixture':
-        """Return a mixture of what `replace` returns for each member, at the same rates."""
+        """Return the mixture with `replace` applied to each member, at the same rates."""
         members: dict[str | Task | Mixture, Rate] = {}
         for member, rate in self.members.items():
             members[replace(member)] = rate
@@ -272,7 +271,7 @@ class Mixture:
                 shares = member.shares(sizes)
             if callable(rate):
                 if name not in sizes:  # the sizes of mixtures are also unknown
-                    rule = 'is by its number of examples, which is unknown: name a number'
+                    rule = 'depends on its number of examples, which is unknown: name a number'
                     raise Refused(f'mixture {self.name!r}: the rate of {name!r} {rule}')
                 rate = rate(sizes[name])
                 self._check_rate(name, rate)
@@ -295,5 +294,4 @@ def name_of(member: str | Task | Mixture) -> str:
 
 
 def tasks_of(row: Task | Mixture) -> dict[str, Task]:
-    """Return {name: task} of a task or mixture."""
     return {row.name: row} if isinstance(row, Task) else row.tasks

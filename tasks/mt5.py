@@ -1,8 +1,8 @@
 """mT5's and ByT5's tasks and mixtures.
 
 Both have the same ones, under their own prefix: 'mt5_xnli_zeroshot' and 'byt5_xnli_zeroshot'. The
-vocabulary comes from the settings (data.vocabulary), as does the noise of mc4 (ByT5's spans have 20
-bytes) and the lengths. The originals' lengths of inputs and targets:
+vocabulary (data.vocabulary), the noise of mc4 (ByT5's spans have 20 bytes) and the lengths come from
+the settings. The originals' lengths of inputs and targets:
 
                                         mT5           ByT5
     mc4                                 1024, 229     1024, 189
@@ -77,7 +77,7 @@ BY_SIZE = proportional(temperature=1 / 0.3)
 
 
 def tasks(t5: Mapping[str, Row]) -> list[Row]:
-    """Return all tasks and mixtures. `t5`: T5's by name, of which some are the same."""
+    """Return all tasks and mixtures. `t5`: T5's by name, some of which are copied."""
     rows = [*documents_of_mt5(), *mc4('byt5_mc4')]
     for prefix in ('mt5', 'byt5'):
         rows += xnli(prefix)
@@ -164,7 +164,7 @@ def xnli(prefix: str) -> list[Row]:
 
 
 def pawsx(prefix: str) -> list[Row]:
-    """Return PAWS-X. There are translations of its own and of XTREME."""
+    """Return PAWS-X, with its own translations and XTREME's."""
     class_id = functools.partial(
         postprocessors.string_label_to_class_id, label_classes=PAWS_CLASSES
     )
@@ -190,7 +190,7 @@ def pawsx(prefix: str) -> list[Row]:
         *translated,
         equal(f'{prefix}_pawsx_zeroshot', [english], evaluated),
         equal(f'{prefix}_pawsx_translate_train', [english], evaluated, translated),
-        # The tasks of XTREME's translations, as in the originals, whatever its name says.
+        # As in the originals, this has XTREME's translations, despite its name.
         equal(f'{prefix}_pawsx_translate_train_original', [english], evaluated, translated),
     ]
 
@@ -302,7 +302,7 @@ def summaries(prefix: str) -> list[Row]:
     return [xsum, *wikilingua, equal(f'{prefix}_wikilingua', wikilingua)]
 
 
-# Tasks that are T5's but for the vocabulary.
+# Tasks that differ from T5's only in the vocabulary.
 
 GLUE = 'cola sst2 mrpc qqp stsb mnli mnli_mismatched mnli_matched qnli rte wnli ax'.split()
 SUPER_GLUE = 'boolq cb copa multirc record rte wic axb axg'.split()
@@ -368,12 +368,12 @@ def paws(fields: Fields) -> list[Texts]:
 
 
 def squad(fields: Fields) -> list[Texts]:
-    """Return what T5's `squad` does, padding other characters. The original is called `xquad`."""
+    """Return the example of T5's `squad`, with other characters padded. The original is called `xquad`."""
     return preprocessors.squad(fields, pad=pad_punctuation)
 
 
 def squad_of_tydiqa_english(fields: Fields) -> list[Texts]:
-    """Return what `squad` does of a question in English; none of another."""
+    """Return the example of `squad` for a question in English; none for other languages."""
     if text_of(fields['id']).split('-')[0] != 'english':
         return []
     return squad(fields)
@@ -389,7 +389,6 @@ def wikiann(fields: Fields) -> list[Texts]:
 
 
 def source_to_target(fields: Fields) -> list[Texts]:
-    """Return the fields 'source' and 'target' as they are."""
     return [{'inputs': text_of(fields['source']), 'targets': text_of(fields['target'])}]
 
 

@@ -1,4 +1,4 @@
-"""Looking a task or mixture up by its name: in a user's file, in T5's tables, among the objectives.
+"""Look up a task or mixture by name: in a user's file, in T5's tables, among the objectives.
 
 Imports no jax.
 """
@@ -22,8 +22,8 @@ def look_up(
 ) -> Task | Mixture | None:
     """Return the task or mixture of a name, its members looked up as well; None if there is none.
 
-    `module`: data.module. `is_cached`: tells whether there is a task cache of a name. Raises Refused for
-    a member that does not exist.
+    `module`: data.module. `is_cached`: whether a name has a task cache. Raises Refused for a member that
+    does not exist.
     """
 
     def with_members(row: str | Task | Mixture) -> Task | Mixture:
@@ -61,28 +61,28 @@ def features(data_group: ConfigDict) -> dict[str, tuple[int, str]]:
 
 
 def own_tasks(module: str) -> dict[str, Task | Mixture]:
-    """Return {name: task or mixture} of the list TASKS in data.module; none if that is ''."""
+    """Return {name: task or mixture} of the list TASKS in data.module; {} if that is ''."""
     if not module:
         return {}
     file = user_code.module_file('data.module', module)
     rows = getattr(user_code.load_module(file, file.read_bytes()), 'TASKS', None)
     if not isinstance(rows, list | tuple):
         raise Refused(f'{file} has no list TASKS: write TASKS = [Task(...), Mixture(...)]')
-    named: dict[str, Task | Mixture] = {}
+    by_name: dict[str, Task | Mixture] = {}
     for entry in rows:
-        is_new = entry.name not in named and entry.name not in OBJECTIVES
+        is_new = entry.name not in by_name and entry.name not in OBJECTIVES
         assert is_new, f'{file}: two tasks have the name {entry.name!r}: rename one'
-        named[entry.name] = entry
-    return named
+        by_name[entry.name] = entry
+    return by_name
 
 
 def takes_documents(objective: str) -> bool:
-    """Return whether an objective makes examples of documents, which the settings name."""
+    """Return whether an objective makes examples from documents."""
     return objective in OBJECTIVES and 'inputs' not in OBJECTIVES[objective].features
 
 
 def unknown(name: str, module: str, what: str, where: str = '') -> Refused:
-    """Return the error for an unknown task; it has the nearest names. `where`: else it was looked for."""
+    """Return the error for an unknown task, with the nearest names. `where`: other places searched."""
     names = [*table(), *own_tasks(module), *filter(takes_documents, OBJECTIVES)]
     nearest = ', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0))
     return Refused(f"{what} is unknown{where}: use {nearest}, or another name of '--mode=tasks'")

@@ -48,7 +48,7 @@ from tasks.denoising import (
 )
 from vocabulary import Vocabulary
 
-# Noise that falls on each token alone, at data.noise_density.
+# Independent noise on each token, at data.noise_density.
 
 
 class IidDenoising(Denoising):
@@ -74,7 +74,7 @@ class IidDenoising(Denoising):
 
 
 class DropCorruptedTokens(Denoising):
-    """Drops the noise, without a trace. The targets are the noise.
+    """Drops the noise. The targets are the noise.
 
     Source: T5 §3.3.2; t5/models/gin/objectives/iid_15_d_d.gin.
     """
@@ -88,7 +88,7 @@ class DropCorruptedTokens(Denoising):
 
 
 class MassStyle(Denoising):
-    """Replaces each token of noise by a sentinel, the same one. The targets are the whole text.
+    """Replaces each token of noise by the same sentinel. The targets are the full text.
 
     Source: T5 §3.3.2; t5/models/gin/objectives/iid_15_m_f.gin.
     """
@@ -134,12 +134,12 @@ class Deshuffling(Denoising):
 
 
 class PrincipleSentences(Denoising):
-    """Replaces sentences that have the most words of the rest of their text by a sentinel, the same one.
+    """Replaces the sentences that share the most words with the rest of their text, each by the same sentinel.
 
     The targets are these sentences, in order, cut to a row and counted. A sentence ends at . ! or ?
     before a blank; its score is ROUGE-1's F1 with the rest, times 1 + `noise` * N(0, 1). A share of the
-    sentences also stays in the inputs. A text of one sentence is all targets. Differs from PEGASUS,
-    which reads the beginning of a document alone: each row of it is a text. Source: Zhang et al. 2020
+    sentences also stays in the inputs. A text of one sentence is all targets. Differs from PEGASUS, which
+    reads only the beginning of a document: here each row of it is a text. Source: Zhang et al. 2020
     (PEGASUS) §3.1; pegasus/ops/sentence_selection.cc, with LongT5's settings.
     """
 
@@ -184,15 +184,15 @@ class PrincipleSentences(Denoising):
         return inputs, targets
 
     def scores(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
-        """Return ROUGE-1's F1 of each sentence, of ids, with all others: float64 [sentences]."""
+        """Return ROUGE-1's F1 of each sentence of ids with all others: float64 [sentences]."""
         words = [unicode_tokens(self.vocabulary.decode(ids)) for ids in sentences]
-        of_text = Counter(itertools.chain.from_iterable(words))
+        text_counts = Counter(itertools.chain.from_iterable(words))
         num_common = []
-        for of_sentence in map(Counter, words):
-            common = (min(n, of_text[word] - n) for word, n in of_sentence.items())
+        for counts in map(Counter, words):
+            common = (min(n, text_counts[word] - n) for word, n in counts.items())
             num_common.append(sum(common))
-        # The words of both sides are the text's.
-        return 2 * np.array(num_common) / max(of_text.total(), 1)
+        # Both sides together have the words of the text.
+        return 2 * np.array(num_common) / max(text_counts.total(), 1)
 
 
 # Scripts without spaces between words.
@@ -236,7 +236,7 @@ def split_prefix(raw_ids: np.ndarray, density: float, *key: int | str) -> Pair:
 
 
 class Lm(Denoising):
-    """Targets alone: each row is a text that ends with EOS. The inputs are EOS.
+    """Targets only: each row is a text that ends with EOS. The inputs are EOS.
 
     Source: t5/models/gin/objectives/lm.gin.
     """
@@ -252,7 +252,7 @@ class Lm(Denoising):
 
 
 class FullLm(Denoising):
-    """Targets alone: rows that are full, with EOS where a document ends. The inputs are EOS.
+    """Targets only: full rows, with EOS where a document ends. The inputs are EOS.
 
     Source: t5/data/preprocessors.py `full_lm`.
     """
@@ -280,9 +280,9 @@ class FullLm(Denoising):
 
 
 class PackPrefixLm(FullLm):
-    """Splits full rows in pairs: where one has p inputs of n ids, the other has n - p.
+    """Splits full rows of n ids in pairs: if one has p inputs, the other has n - p.
 
-    Differs from T5, which packs the two into one row: here packing finds what fits. Source:
+    Differs from T5, which packs the two into one row: here the packer may pair others. Source:
     t5/data/preprocessors.py `targets_for_prefix_lm_objective`, `pack_prefix_lm_encoder_decoder`.
     """
 
@@ -292,11 +292,11 @@ class PackPrefixLm(FullLm):
             both = f'data.lengths.inputs={inputs}, data.lengths.targets={self.lengths.targets}'
             raise Refused(f'{both}: two examples fill a row: use {inputs + inputs % 2} for both')
         super().set_lengths(data_group, vocabulary)
-        self.raw_length -= 2 * len(self.bos)  # of both inputs
+        self.raw_length -= 2 * len(self.bos)  # both inputs have them
 
     def splits(self, rows: np.ndarray, *key: int | str) -> np.ndarray:
         lengths = rows[:, 1] - rows[:, 0]
-        shortest = np.minimum(1, lengths - 1)  # one token alone is a target
+        shortest = np.minimum(1, lengths - 1)  # a single token is a target
         splits = shortest + random_integers(lengths.shape, 0, lengths - shortest, 'split', *key)
         num_pairs = np.count_nonzero(lengths == self.raw_length) // 2
         full = np.flatnonzero(lengths == self.raw_length)[: 2 * num_pairs]
@@ -310,13 +310,13 @@ class PackPrefixLm(FullLm):
 class Denoiser(NamedTuple):
     """Span corruption, or prefix language modelling if `mean_span_length` is None."""
 
-    mode: str  # the text that the inputs begin with
+    mode: str  # the text at the beginning of the inputs
     rate: float  # the share of the examples
     noise_density: float
     mean_span_length: float | None
 
     def lengths(self, inputs_length: int, num_sentinels: int) -> tuple[int, int, int]:
-        """Return how many raw ids fill inputs of `inputs_length`, the targets' length and the spans."""
+        """Return the number of raw ids that fill inputs of `inputs_length`, the targets' length and the number of spans."""
         if self.mean_span_length is None:
             return inputs_length - 1, inputs_length, 0
         density = self.noise_density
@@ -355,7 +355,7 @@ class Ul2(Denoising):
 
     Each takes as many ids as it needs from the documents, one after another. Differs from UL2, which continues
     with ordinary ids when it runs out of sentinels: here texts are shorter then. Source: UL2 §3.1 and appendix
-    9.2, whose modes are text that the vocabulary encodes.
+    9.2, where the modes are text that the vocabulary encodes.
     """
 
     def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
@@ -366,7 +366,7 @@ class Ul2(Denoising):
         for denoiser in DENOISERS:
             [mode] = vocabulary.encode_as_arrays([denoiser.mode])
             if vocabulary.unk_id in mode:
-                raise Refused(f'data.vocabulary has not all characters of {denoiser.mode!r}')
+                raise Refused(f'data.vocabulary lacks characters of {denoiser.mode!r}')
             least = len(mode) + MIN_LENGTH  # a token, a sentinel and EOS
             least += self.lengths.inputs - self.num_inputs
             if self.lengths.inputs < least:
@@ -385,7 +385,7 @@ class Ul2(Denoising):
         text_ends = self.text_ends(documents)
         most_rows = len(documents.ids) // min(self.raw_lengths) + len(text_ends)
         rates = np.array([denoiser.rate for denoiser in DENOISERS])
-        ends = np.cumsum(rates / rates.sum())[:-1]  # each one has a part of [0, 1)
+        ends = np.cumsum(rates / rates.sum())[:-1]  # each denoiser has a part of [0, 1)
         fractions = random_fractions((most_rows,), 'denoiser', *key)
         draws = np.searchsorted(ends, fractions, side='right')
         rows = split_tokens(text_ends, [self.raw_lengths[i] for i in draws])
@@ -407,7 +407,7 @@ class Ul2(Denoising):
 
 
 class PromptedTextToText(TextToText):
-    """Text to text as T0 has it: nothing ends the inputs, and targets that are cut lose their EOS.
+    """Text to text as in T0: nothing ends the inputs, and cut targets lose their EOS.
 
     Source: t-zero, t0/seqio_tasks/tasks.py.
     """
@@ -423,9 +423,9 @@ class PromptedTextToText(TextToText):
 
 
 class TextToTextWithSentinel(PromptedTextToText):
-    """A sentinel ends the inputs and begins the targets, as where a span of noise ends a text.
+    """A sentinel ends the inputs and begins the targets, as if a span of noise ended the text.
 
-    As in T5 the last id of either stays where they are cut. Source: seqio/experimental.py
+    As in T5, cut inputs and targets keep their last id. Source: seqio/experimental.py
     `add_task_with_sentinels`.
     """
 
@@ -452,16 +452,16 @@ class TextToTextWithSentinel(PromptedTextToText):
 
 
 class TriviaQaTruncateInputs(TextToText):
-    """Of long inputs there is a random part around the first place where the targets are, if any.
+    """Cuts long inputs to a random part with the first occurrence of the targets; drops them if there is none.
 
-    Source: t5/data/preprocessors.py `trivia_qa_truncate_inputs`. As there the part fills the row, so
-    that EOS takes the place of its last id.
+    Source: t5/data/preprocessors.py `trivia_qa_truncate_inputs`. As there, the part fills the row, so
+    that EOS replaces its last id.
     """
 
     def examples(self, names: Sequence[str], records: Records, *key: int | str) -> list[Example]:
         length = self.lengths.inputs
-        kept_names = []
-        kept = []
+        new_names = []
+        new_records = []
         for i, record in enumerate(records):
             inputs = record['inputs']
             targets = record['targets']
@@ -476,9 +476,9 @@ class TriviaQaTruncateInputs(TextToText):
                 high = min(int(starts[0]), len(inputs) - length) + 1
                 start = int(random_integers((), low, high, 'part', i, *key))
                 inputs = inputs[start : start + length]
-            kept_names.append(names[i])
-            kept.append({**record, 'inputs': inputs, 'targets': targets})
-        return super().examples(kept_names, kept, *key)
+            new_names.append(names[i])
+            new_records.append({**record, 'inputs': inputs, 'targets': targets})
+        return super().examples(new_names, new_records, *key)
 
 
 # Every value of Task.objective. Objectives of documents are also values of data.task.
@@ -506,7 +506,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 class OwnObjective:
-    """An objective of a user's class, whose ids are checked: wrong ones would train a model in silence."""
+    """An objective of a user's class, with checks of its ids: wrong ones would train a model silently."""
 
     def __init__(self, objective: type[Objective], data_group: ConfigDict, vocabulary: Vocabulary):
         self.objective = objective(data_group, vocabulary)
@@ -546,7 +546,7 @@ class OwnObjective:
 
 
 class OwnFeatures(NamedTuple):
-    """The features of a batch that own objectives add, under the names of Stream's fields."""
+    """The features of a batch that users' objectives add, under the names of Stream's fields."""
 
     numbers: tuple[str, ...]
     shares_rows: bool

@@ -1,8 +1,8 @@
 """From config.data to a task or mixture with open sources. Imports no jax.
 
-The rule: data.task names a row, which has preprocessors and metrics of its own. Its records come from
-data.files, data.tfds or a task cache if these are set, else the row's. A template, data.targets or
-data.references, makes a task from text to text, whose name is in no table.
+data.task names a row, which has its own preprocessors and metrics. Its records come from data.files,
+data.tfds or a task cache if these are set, else from the row. A template, data.targets or
+data.references, makes a text-to-text task, whose name is in no table.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def find(data_group: ConfigDict) -> Task | Mixture:
     task = configured(row, data_group)
     is_of_texts = name in OBJECTIVES and not takes_documents(name)
     if is_of_texts and not data_group.targets and not data_group.references and not is_cached(name):
-        raise Refused(f"data.task={name!r} needs data.targets, as '{{answer}}', and data.inputs")
+        raise Refused(f"data.task={name!r} needs data.inputs, and data.targets like '{{answer}}'")
     return task
 
 
@@ -71,7 +71,7 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
     """
     if isinstance(row, Mixture):
         return row.with_members(functools.partial(configured, data_group=data_group))
-    assert not isinstance(row, str)  # all are looked up
+    assert not isinstance(row, str)  # all names are looked up
     if data_group.weight and not row.takes_inputs:
         raise Refused(
             f"data.weight={data_group.weight!r} is not for data.task={row.name!r}: use ''"
@@ -83,9 +83,9 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
         changes.pop('train_split', None)
     is_ours = row is table().get(row.name)
     replacements = {name: data_group[name] for name in ('files', 'validation_files', 'tfds')}
-    if any(replacements.values()):  # of all records of the row
+    if any(replacements.values()):  # they replace all records of the row
         changes |= replacements
-    if data_group.files or data_group.validation_files:  # which have splits of their own
+    if data_group.files or data_group.validation_files:  # these have splits of their own
         changes['validation_split'] = data_group.validation_split
         if row.train_split != NO_SPLIT:
             changes['train_split'] = data_group.train_split
@@ -97,40 +97,40 @@ def configured(row: str | Task | Mixture, data_group: ConfigDict) -> Task | Mixt
             changes['tfds'] = ''
     if data_group.metrics:
         changes['metric_fns'] = metrics_of(data_group.metrics)
-    changed = dataclasses.replace(row, **changes)
-    # Without records an objective and T5's rows read Python's documentation.
+    task = dataclasses.replace(row, **changes)
+    # Without records, objectives and T5's rows read Python's documentation.
     if not is_ours and row.name not in OBJECTIVES:
-        files = changed.files or changed.validation_files or changed.test_files
-        has_records = files or changed.tfds or changed.cache
-        if not has_records and sources.open.find_cache(data_group, changed.name) is None:
+        files = task.files or task.validation_files or task.test_files
+        has_records = files or task.tfds or task.cache
+        if not has_records and sources.open.find_cache(data_group, task.name) is None:
             raise Refused(f'task {row.name!r} needs records: set data.files or data.tfds')
-    return changed
+    return task
 
 
 def settings_of_task(data_group: ConfigDict, name: str) -> ConfigDict:
-    """Return config.data for a task. Its settings of the records of data.task do not apply to others."""
+    """Return config.data for a task. The settings of the records of data.task do not apply to other tasks."""
     if name == data_group.task:
         return data_group
-    own = data_group.copy_and_resolve_references()
-    own.update(settings_of_a_row(data_group), task=name, metrics='')
-    return own
+    settings = data_group.copy_and_resolve_references()
+    settings.update(settings_of_a_row(data_group), task=name, metrics='')
+    return settings
 
 
 def metrics_of(names: str) -> list[MetricFn]:
     """Return the metrics that data.metrics names."""
     metric_fns: dict[str, MetricFn] = {}
     with named(f'data.metrics={names!r}'):
-        for given in filter(None, map(str.strip, names.split(','))):
-            name, colon, tokenizer = given.partition(':')
+        for text in filter(None, map(str.strip, names.split(','))):
+            name, colon, tokenizer = text.partition(':')
             takes_tokenizer = name in ('bleu', 'rouge')
             if name not in TEXT_METRICS or name in metric_fns or (colon and not takes_tokenizer):
-                known = ', '.join(TEXT_METRICS)
-                raise Refused(f'use some of {known}, each once, as bleu:zh and rouge:zh')
+                choices = ', '.join(TEXT_METRICS)
+                raise Refused(f'use some of {choices}, each once, such as bleu:zh and rouge:zh')
             metric_fns[name] = TEXT_METRICS[name]
             if colon:
                 try:
                     BLEU(tokenize=tokenizer)
-                except (KeyError, RuntimeError, OSError) as error:  # also without its packages
+                except (KeyError, RuntimeError, OSError) as error:  # or packages are missing
                     reason = ' '.join(str(error).split())
                     raise Refused(f'{reason}: use one of {", ".join(BLEU.TOKENIZERS)}') from error
                 metric_fns[name] = functools.partial(metric_fns[name], tokenizer=tokenizer)
@@ -150,13 +150,13 @@ TEXT_METRICS: dict[str, MetricFn] = {
 
 
 def open_mixture(data_group: ConfigDict) -> OpenMixture:
-    """Open the sources of what config.data.task names, for training."""
+    """Open the sources of config.data.task for training."""
     row = find(data_group)
     if isinstance(row, Task):
         tasks = [open_task(row, data_group)]
     else:
         tasks = open_tasks(row, data_group)
-    content: list = []  # texts and rates; a function's code is not in it
+    content: list = []  # texts and rates, without the code of functions
     for task, source, rate in tasks:
         if task.train_split != NO_SPLIT and not source.may_hold('train'):
             source.check_not_empty('train')  # raises
@@ -170,7 +170,7 @@ def open_mixture(data_group: ConfigDict) -> OpenMixture:
 
 
 def open_evaluated_alone(data_group: ConfigDict, mixture: OpenMixture) -> list[OpenTask]:
-    """Open the tasks with a validation split that training leaves out, as T5X's get_training_eval_datasets."""
+    """Open the tasks that have a validation split but are not trained on, as T5X's get_training_eval_datasets."""
     trained = {task.name for task in mixture.tasks}
     opened = []
     for name, task in tasks_of(find(data_group)).items():
@@ -180,7 +180,7 @@ def open_evaluated_alone(data_group: ConfigDict, mixture: OpenMixture) -> list[O
 
 
 def other_versions(mixture: OpenMixture) -> list[str]:
-    """Return a line for each data set of T5's tables that is read in another version than T5's."""
+    """Return a line for each data set of T5's tables that is read in a version other than T5's."""
     lines = []
     for task in mixture.tasks:
         row = table().get(task.name)
@@ -192,7 +192,7 @@ def other_versions(mixture: OpenMixture) -> list[str]:
 
 
 def open_tasks(mixture: Mixture, data_group: ConfigDict) -> list[OpenTask]:
-    """Open the sources of a mixture for training: of the tasks with a training split and a rate above 0."""
+    """Open the sources of a mixture's tasks that have a training split and a rate above 0."""
     opened: dict[str, OpenTask] = {}
     sizes: dict[str, int] = {}
     for name in sorted(mixture.tasks_by_size):

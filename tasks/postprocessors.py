@@ -1,7 +1,7 @@
-"""From the text that a model predicts, or the targets, to the values that the metrics compare.
+"""Postprocessors: from a predicted text, or the targets, to the value that the metrics compare.
 
-Each function takes (text, example, is_target): the example has the fields that its preprocessor
-gave. tasks/t5.py binds the other arguments. Source: t5/data/postprocessors.py. Imports no jax.
+Each function takes (text, example, is_target): the example has the fields from its preprocessor.
+tasks/t5.py binds the other arguments. Source: t5/data/postprocessors.py. Imports no jax.
 """
 
 import math
@@ -19,7 +19,7 @@ DETERMINERS = frozenset(
 def string_to_float(
     text: str, example: Fields | None = None, is_target: bool = False, default: float = -1.0
 ) -> float:
-    """Return a finite number, or `default` for a text that is none."""
+    """Return a finite number, or `default` for any other text."""
     try:
         number = float(text)
     except ValueError:
@@ -35,14 +35,14 @@ def string_label_to_class_id(
     label_classes: Sequence[str],
     default: int = -1,
 ) -> int:
-    """Return the index of a class, or `default` for any other text, by a space or a capital."""
+    """Return the index of a class, or `default` for a text that differs, if only in a space or a capital."""
     if text in label_classes:
         return label_classes.index(text)
     return default
 
 
 def multirc(text: str, example: Fields, is_target: bool = False) -> dict[str, object]:
-    """Return {'value': class}, for targets with 'group', the number of the question."""
+    """Return {'value': class}; for targets also 'group', the number of the question."""
     value = string_label_to_class_id(text, label_classes=('False', 'True'))
     if is_target:
         return {'value': value, 'group': int(example['idx/question'])}
@@ -50,7 +50,7 @@ def multirc(text: str, example: Fields, is_target: bool = False) -> dict[str, ob
 
 
 def record(text: str, example: Fields, is_target: bool = False) -> dict[str, object]:
-    """Return {'value': answer}; for targets all answers, with 'group', the query's two numbers."""
+    """Return {'value': answer}; for targets all answers, and 'group', the query's two numbers."""
     if is_target:
         group = (int(example['idx/passage']), int(example['idx/query']))
         return {'value': texts_of(example['answers']), 'group': group}
@@ -65,7 +65,7 @@ def qa(text: str, example: Fields, is_target: bool = False) -> str | list[str]:
 
 
 def only_answer(text: str, example: Fields, is_target: bool = False) -> str | list[str]:
-    """Return an answer; for targets a list of that one."""
+    """Return an answer; for targets a list with it."""
     return [text] if is_target else text
 
 
@@ -77,16 +77,16 @@ def span_qa(text: str, example: Fields, is_target: bool = False) -> str | dict[s
 
 
 def wsc_simple(text: str, example: Fields, is_target: bool = False) -> int:
-    """Return whether the referent is the one of the example; for targets whether that is right.
+    """Return whether the referent is the example's; for targets, whether the example's is right.
 
-    -1 for a text without a word but determiners.
+    -1 for a text without words other than determiners.
     """
     if is_target:
         return int(example['label'])
     predicted = without_determiners(text)
     if not predicted:
         return -1
-    # In a task cache 'targets' are ids.
+    # In a task cache, 'targets' are ids.
     field = 'targets_pretokenized' if 'targets_pretokenized' in example else 'targets'
     referent = without_determiners(text_of(example[field]))
     if ("'" in predicted) != ("'" in referent):
@@ -103,7 +103,7 @@ def without_determiners(text: str) -> str:
 
 
 def natural_questions(text: str, example: Fields, is_target: bool = False) -> list[tuple[str, ...]]:
-    """Return the answers in 'answer: A answer: B' as one group; for targets one of each annotator.
+    """Return the answers in 'answer: A answer: B' as one group; for targets one group per annotator.
 
     Source: google-research, t5_closed_book_qa/t5_cbqa/postprocessors.py.
     """
@@ -124,7 +124,7 @@ def natural_questions(text: str, example: Fields, is_target: bool = False) -> li
 
 
 def without_sentinel(text: str) -> str:
-    """Return a text without the sentinel that it begins with, and the space around the rest."""
+    """Remove the sentinel at the beginning of a text, if there is one, and the space around the rest."""
     if text.startswith(SENTINEL):
         return text.removeprefix(SENTINEL).strip()
     return text

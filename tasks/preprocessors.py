@@ -1,8 +1,8 @@
-"""From the fields of a record to the texts of its examples, as T5's tasks have them.
+"""T5's preprocessors: from the fields of a record to the texts of its examples.
 
 Each function takes a record with TFDS's field names, as TFDS or a line of JSON gives it (a text is a
 str or bytes, a list any sequence), and returns its examples: {'inputs': text, 'targets': text},
-with them the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
+and the fields that a postprocessor or a metric needs. tasks/t5.py binds the other arguments.
 Source: t5/data/preprocessors.py. Imports no jax.
 """
 
@@ -19,10 +19,10 @@ import numpy as np
 from messages import Refused
 
 Fields = Mapping[str, Any]
-Texts = dict[str, Any]  # of one example: inputs, targets and fields for its metrics
+Texts = dict[str, Any]  # an example: inputs, targets and fields for its metrics
 
 NO_LABEL = -1  # the label of records in a test split
-UNKNOWN = '<unk>'  # its targets
+UNKNOWN = '<unk>'  # the targets of these records
 
 MIN_CHARACTERS = 10  # in a docstring's summary, and in the rest
 
@@ -153,7 +153,7 @@ def record(fields: Fields) -> list[Texts]:
 
 # The Winograd schemas: which noun does a pronoun stand for? Inputs mark it: 'wsc: ... *it* ...'.
 
-# Records of WSC whose index does not lead to their pronoun, by the begin of their text.
+# Records of WSC whose index does not point at their pronoun, by the beginning of their text.
 CORRECTIONS = {
     'The boy continued to whip': ('for him," he said. ', 'for X ," he said.'),
     'When they had eventually calmed down': ('use it ,', 'use X ,'),
@@ -163,7 +163,7 @@ CORRECTIONS = {
 def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Texts]:
     """Return a text with its pronoun marked, and the noun.
 
-    That may be the wrong noun, for which `correct_referent_only` gives no example.
+    The noun may be the wrong one; with `correct_referent_only`, such records have no example.
     """
     label = int(fields.get('label', 0))
     if correct_referent_only and not label:
@@ -179,7 +179,7 @@ def wsc_simple(fields: Fields, correct_referent_only: bool) -> list[Texts]:
         index = int(fields['span2_index'])
         if index <= 0 or words[index] != pronoun:
             raise Refused(f'span2_index={index} is not at {pronoun!r}: count words from 0')
-        # As in T5 a space follows even a pronoun at the end.
+        # As in T5, a space follows even a pronoun at the end.
         blanked = ' '.join([*words[:index], 'X', ' '.join(words[index + 1 :])])
     marked = blanked.replace(' X ', f' *{pronoun}* ')
     example = {
@@ -200,9 +200,9 @@ def definite_pronoun_resolution_simple(fields: Fields) -> list[Texts]:
 
 
 def wnli_simple(fields: Fields) -> list[Texts]:
-    """Return the first sentence with a pronoun marked, and the words that the second has in its place.
+    """Return the first sentence with a pronoun marked, and the words that replace it in the second.
 
-    Heuristics, which were written for the splits validation and test alone.
+    These heuristics were written only for the splits validation and test.
     """
     premise = text_of(fields['sentence1'])
     hypothesis = text_of(fields['sentence2'])
@@ -246,7 +246,7 @@ def match_pronoun(premise: list[str], hypothesis: list[str], index: int) -> tupl
     before = before[len(before) - num_before :]
     after = after[:num_after]
     text = ' '.join(hypothesis)
-    # As in T5 the words themselves are patterns.
+    # As in T5, the words themselves are patterns.
     for pattern in ([*before, '(.+)', *after], ['^(.+)', *after], [*before, '(.+)$']):
         match = re.search(' '.join(pattern), text)
         if match:
@@ -264,7 +264,7 @@ def num_shared_words(hypothesis: list[str], words: list[str]) -> int:
 
 
 def mark_word(sentence: str, index: int) -> str:
-    """Return a sentence with stars around one of its words, and not around the mark after it."""
+    """Return a sentence with stars around one of its words, but not around the mark after it."""
     words = sentence.split(' ')
     word = words[index]
     if word[-1] in ('.', ',', '!', '?'):
@@ -277,7 +277,7 @@ def mark_word(sentence: str, index: int) -> str:
 def referent_in(hypothesis: str, referent: str) -> str:
     """Return a referent as the hypothesis writes it, from its last article on, not possessive."""
     words = referent.split(' ')
-    # The first place of each article, as in T5.
+    # The first position of each article, as in T5.
     begin = max([words.index(article) for article in ARTICLES if article in words] or [0])
     pattern = ' '.join(rf'{re.escape(word)}[.,?!]?' for word in words[begin:])
     match = re.search(pattern, hypothesis, re.IGNORECASE)
@@ -289,7 +289,7 @@ def referent_in(hypothesis: str, referent: str) -> str:
 
 
 def pad_punctuation(text: str) -> str:
-    """Return a text with spaces around each mark, and one space for several."""
+    """Return a text with spaces around each mark, but only single spaces."""
     return WHITESPACE.sub(' ', PUNCTUATION.sub(r' \1 ', text))
 
 
@@ -315,9 +315,9 @@ def squad(
 
 
 def squad_span_space_tokenized(fields: Fields) -> list[Texts]:
-    """Return what `squad` does, with the words of the answer's span as targets; no span, none.
+    """Return the example of `squad` with the positions of the answer's words as targets; none without a span.
 
-    As in T5 an answer at the very end of the context is not found.
+    As in T5, an answer at the very end of the context is not found.
     """
     [example] = squad(fields)
     answer = words_of(example['targets'])
@@ -330,7 +330,7 @@ def squad_span_space_tokenized(fields: Fields) -> list[Texts]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words between characters that are no letter of ASCII, digit or underscore."""
+    """Split a text at each character that is not an ASCII letter, digit or underscore."""
     return re.sub(r'\W', ' ', text, flags=re.ASCII).split(' ')
 
 
@@ -356,12 +356,12 @@ def trivia_qa(fields: Fields) -> list[Texts]:
 
 
 def is_found(alias: str, context: str) -> bool:
-    """Return whether an alias, which is a pattern in T5, is in a context; A is a, but É is not é."""
+    """Return whether an alias, a pattern in T5, is in a context. Lowers ASCII letters: A is a, but É is not é."""
     alias = alias.encode().lower().decode()
     context = context.encode().lower().decode()
     try:
         return re.search(alias, context) is not None
-    except re.error:  # Differs from T5, which ends.
+    except re.error:  # Differs from T5, which fails.
         return alias in context
 
 
@@ -386,7 +386,7 @@ web_questions_open = functools.partial(open_question, prefix='wq', answers_field
 def natural_questions_open_randanswer(fields: Fields) -> list[Texts]:
     """Return a question and one of its answers.
 
-    Differs from T5, which draws another one each time: this one is a hash of the question's.
+    Differs from T5, which draws another one each time: here a hash of the question chooses it.
     """
     [example] = natural_questions_open(fields)
     answers = example['answers']
@@ -408,7 +408,7 @@ YES_OR_NO = ('no', 'yes')
 
 
 def natural_questions_nocontext(fields: Fields) -> list[Texts]:
-    """Return a question and 'answer: A answer: B', the answers of all annotators; none, none."""
+    """Return a question and 'answer: A answer: B', the answers of all annotators; no example without answers."""
     annotations = fields['annotations']
     labels = [int(label) for label in annotations['yes_no_answer']]
     answers = [YES_OR_NO[label] for label in labels if label != NO_LABEL]
@@ -431,7 +431,7 @@ def natural_questions_nocontext(fields: Fields) -> list[Texts]:
 
 
 def mask_salient_spans(fields: Fields) -> list[Texts]:
-    """Return an example for each salient span, from byte `start` to `limit`: '_X_' in its place, and the span."""
+    """Return an example for each salient span, bytes `start` to `limit`: the text with '_X_' for the span, and the span."""
     sentence = text_of(fields['text']).encode()
     examples = []
     for start, limit in zip(fields['spans']['start'], fields['spans']['limit'], strict=True):
@@ -472,5 +472,5 @@ def texts_of(values: Iterable[object]) -> list[str]:
 
 
 def join(texts: Sequence[str]) -> str:
-    """Return texts with a space between them, and one space for several."""
+    """Join texts with a space, and make all spaces single."""
     return WHITESPACE.sub(' ', ' '.join(texts))

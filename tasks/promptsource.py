@@ -1,7 +1,7 @@
-"""promptsource's templates: tasks on data sets of your own, of those that are not in P3.
+"""promptsource's templates: tasks on your own data sets, and on those that are not in P3.
 
-Story Cloze, for one, is given to those who ask for it. With its file and promptsource's templates,
-a file of tasks has its twelve tasks, and t0_eval_score_eval takes them with --config.data.module:
+Story Cloze, for one, is available on request. With its file and promptsource's templates, this file
+defines its twelve tasks, and t0_eval_score_eval uses them with --config.data.module:
 
     from tasks import promptsource
 
@@ -41,7 +41,7 @@ NO_LABEL = '<NO LABEL>'  # replaces empty targets
 
 ENVIRONMENT = jinja2.sandbox.SandboxedEnvironment()
 ENVIRONMENT.globals['zip'] = zip
-del ENVIRONMENT.filters['random']  # and promptsource's `choice`: another text each time
+del ENVIRONMENT.filters['random']  # like promptsource's `choice`, it gives another text each time
 
 
 def tasks(
@@ -52,8 +52,8 @@ def tasks(
 ) -> list[Task]:
     """Return the tasks of all templates in a file, under the names that T0 has for them.
 
-    `files`, `validation_files`: those with the records, as data.files. `fields_fn`: from the fields
-    of a record to the templates' names.
+    `files`, `validation_files`: the files with the records, as data.files. `fields_fn`: from the fields
+    of a record to the fields of the templates.
     """
     content = read_templates(templates_file)
     dataset = '/'.join(filter(None, [content['dataset'], content.get('subset')]))
@@ -85,7 +85,6 @@ def tasks(
 
 
 def read_templates(file: str) -> Texts:
-    """Return the content of a file of templates."""
     return yaml.load(paths.disk_path(file).read_text(encoding='utf-8'), Loader=TemplateLoader)
 
 
@@ -111,7 +110,6 @@ def prompt_of(dataset: str, template: 'Template') -> tasks_t0.Prompt:
 
 
 def compose(examples: PreprocessFn, fields_fn: Callable[[Fields], Fields]) -> PreprocessFn:
-    """Return the function from a record to its examples."""
     return lambda record: examples(fields_fn(record))
 
 
@@ -146,7 +144,7 @@ class Template:
         return split(ENVIRONMENT.from_string(self.choices_jinja).render(**protected(fields)))
 
     def render(self, fields: Fields) -> list[str]:
-        """Return inputs and targets; another number of texts where the record does not fit."""
+        """Return inputs and targets; another number of texts if the record does not fit."""
         try:
             choices = self.choices(fields)
             return split(self.compiled.render(**protected(fields), answer_choices=choices))
@@ -154,7 +152,7 @@ class Template:
             raise Refused(f'{self.file}: template {self.name!r} cannot be used: {error}') from error
 
     def examples(self, fields: Fields) -> list[Texts]:
-        """Return the example of a record, none where the record does not fit."""
+        """Return the example of a record, none if the record does not fit."""
         texts = self.render(fields)
         if len(texts) != 2 or not texts[0]:
             return []
@@ -168,17 +166,19 @@ class Template:
 
         Differs from T0, where 'idx' has the number of a record: here it is a hash of its fields.
         """
+        content = json.dumps(fields, sort_keys=True, default=repr).encode()
+        number = int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), 'big')
         examples = []
         for example in self.examples(fields):
             for i, choice in enumerate(example['answer_choices']):
                 is_correct = choice == example['targets']
-                ranked = {'idx': (hash_of(fields), i), 'is_correct': is_correct, 'weight': 1.0}
+                ranked = {'idx': (number, i), 'is_correct': is_correct, 'weight': 1.0}
                 examples.append(ranked | {'inputs': example['inputs'], 'targets': choice})
         return examples
 
 
 def protected(fields: Fields) -> Texts:
-    """Return fields whose names a template can write, and whose texts have no separator."""
+    """Return the fields under names that a template can write, with the separators in their texts replaced."""
     names = {name.replace('-', '_'): value for name, value in fields.items()}
     for name, value in names.items():
         if isinstance(value, str):
@@ -191,20 +191,14 @@ def split(rendered: str) -> list[str]:
     return [text.replace(PROTECTED, SEPARATOR).strip() for text in rendered.split(SEPARATOR)]
 
 
-def hash_of(fields: Fields) -> int:
-    """Return a number that two records share by chance only, of 56 bits."""
-    content = json.dumps(fields, sort_keys=True, default=repr).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), 'big')
-
-
 def story_cloze(fields: Fields) -> Texts:
-    """Return the fields of the templates of a row of Story Cloze's CSV file."""
-    found = {
+    """Return the templates' fields from a row of Story Cloze's CSV file."""
+    template_fields = {
         'story_id': fields['InputStoryid'],
         'sentence_quiz1': fields['RandomFifthSentenceQuiz1'],
         'sentence_quiz2': fields['RandomFifthSentenceQuiz2'],
         'answer_right_ending': int(fields['AnswerRightEnding']),
     }
     for i in (1, 2, 3, 4):
-        found[f'input_sentence_{i}'] = fields[f'InputSentence{i}']
-    return found
+        template_fields[f'input_sentence_{i}'] = fields[f'InputSentence{i}']
+    return template_fields

@@ -12,8 +12,8 @@ data set, as promptsource 7dab96a names them, in its order:
 t0_datasets.csv has the data sets:
 
     train_size      number of training examples
-    trained_by      the first model that is trained on it: T0, T0+ (as well what GPT-3 is evaluated on)
-                    or T0++ (as well SuperGLUE without CB and RTE)
+    trained_by      the first model that is trained on it: T0, T0+ (adds GPT-3's evaluation data sets)
+                    or T0++ (adds SuperGLUE without CB and RTE)
     evaluated_by    T0, or bias_fairness; promptsource has no prompts for one more, jigsaw_toxicity_pred
     in_p3           whether P3 has it
     validated       whether checkpoints were chosen by it; wiki_hop could not be cached
@@ -44,7 +44,7 @@ P3 = 'the folder data/{} of huggingface.co/datasets/bigscience/P3'
 USERS_COPY = 'a cache that you make of it: it is not in P3, see tasks/promptsource.py'
 FOLDER = pathlib.Path(__file__).parent
 
-MAX_EXAMPLES = 500_000  # a larger data set counts as this many, all its prompts together
+MAX_EXAMPLES = 500_000  # a larger data set counts as this many, for all its prompts together
 ANLI_ROUNDS = ('_r1', '_r2', '_r3')
 
 
@@ -59,7 +59,7 @@ class Prompt(NamedTuple):
 
     @property
     def task_names(self) -> list[str]:
-        """The names of its tasks: one, of ANLI one for each round."""
+        """The names of its tasks: one, but for ANLI one per round."""
         suffixes = ANLI_ROUNDS if self.dataset == 'anli' else ('',)
         return [task_name(self.dataset, self.name) + suffix for suffix in suffixes]
 
@@ -120,7 +120,7 @@ def training_mixture(name: str, members: Iterable[Prompt]) -> Mixture:
     rates: dict[str | Task | Mixture, Rate] = {}
     for prompt in members:
         rate = int(data_sets()[prompt.dataset]['train_size'])
-        if rate > MAX_EXAMPLES:  # its prompts share the limit; a smaller one counts whole for each
+        if rate > MAX_EXAMPLES:  # only the prompts of a larger data set share its rate
             rate = MAX_EXAMPLES // num_prompts[prompt.dataset]
         rates |= dict.fromkeys(prompt.task_names, rate)
     return Mixture(name, rates)
@@ -218,12 +218,12 @@ def rows_of(name: str) -> list[dict[str, str]]:
 
 
 def stripped(text: str, example: Fields | None = None, is_target: bool = False) -> str:
-    """Return a text without white space at its ends: some targets of P3 begin with it."""
+    """Strip a text: some targets of P3 begin with white space."""
     return text.strip()
 
 
 def answer(text: str, example: Fields | None = None, is_target: bool = False) -> str | list[str]:
-    """Return a stripped answer; for targets a list of it.
+    """Return a stripped answer; for targets a list with it.
 
     Differs from T0, where SQuAD's metric takes each letter of the targets as an answer.
     """
@@ -239,7 +239,7 @@ def rank_classification(text: str, example: Fields, is_target: bool = False) -> 
     """Return ((example, choice), is_correct, weight, number of target ids) of targets.
 
     An evaluation gives the number as 'num_target_tokens'; else it counts the ids in 'targets',
-    0 where these are a text. A score is returned as it is. Source: t5/data/postprocessors.py.
+    0 if these are a text. A score is returned unchanged. Source: t5/data/postprocessors.py.
     """
     if not is_target:
         return text
@@ -253,13 +253,13 @@ def rank_classification(text: str, example: Fields, is_target: bool = False) -> 
 def spearman_corrcoef(
     targets: Sequence[str | int], predictions: Sequence[str | int]
 ) -> metrics.Values:
-    """Return the correlation of ratings, classes or texts. Differs from T0, which fails if a text is no number: it is -1."""
-    of_targets = [string_to_float(str(target)) for target in targets]
-    of_predictions = [string_to_float(str(prediction)) for prediction in predictions]
-    return metrics.spearman_corrcoef(of_targets, of_predictions)
+    """Return the correlation of ratings, classes or texts. Differs from T0, which fails for a text that is not a number: here it is -1."""
+    target_numbers = [string_to_float(str(target)) for target in targets]
+    predicted_numbers = [string_to_float(str(prediction)) for prediction in predictions]
+    return metrics.spearman_corrcoef(target_numbers, predicted_numbers)
 
 
-# promptsource's names of metrics. T0 takes its 'Other' for accuracy.
+# promptsource's names of metrics. T0 uses accuracy for 'Other'.
 METRICS: dict[str, MetricFn] = {
     'Accuracy': metrics.accuracy,
     'BLEU': metrics.bleu,

@@ -1,4 +1,4 @@
-"""Every task and mixture of T5 by name, but for one of decoder-only models.
+"""Every task and mixture of T5 by name, except one for decoder-only models.
 
     python main.py --mode=tasks                              lists them
     python main.py --mode=tasks glue_v002_proportional       prints a mixture: its tasks, rates and sources
@@ -44,7 +44,7 @@ def documents(name: str, tfds: str, objective: str = 'span_corruption') -> Task:
     return Task(name, tfds=tfds, objective=objective)
 
 
-# From texts to texts. The splits of a row are T5's: of its data set, or slices of them.
+# Text to text. Rows have T5's splits: the data set's, or slices of them.
 
 
 # GLUE and SuperGLUE. Inputs are 'PREFIX FIELD: text FIELD: text', targets the name of a class.
@@ -103,7 +103,7 @@ def glue_tasks() -> list[Task]:
             [metrics.pearson_corrcoef, metrics.spearman_corrcoef],
             postprocessors.string_to_float,
         ),
-        # The two tasks below have its splits for evaluation.
+        # The evaluation splits of MNLI are the next two tasks.
         glue('mnli', PREMISE, NLI, splits=ONLY_TRAIN),
         glue('mnli_matched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
         glue('mnli_mismatched', PREMISE, NLI, splits=NO_TRAIN, prefix='mnli'),
@@ -205,7 +205,7 @@ def with_sentinel(task: Task) -> Task:
 
 
 def name_with_sentinel(name: str) -> str:
-    """Return the name of the variant, which ends as the task's: _train, _eval."""
+    """Return the name of the variant, which keeps the task's suffix: _train, _eval."""
     for suffix in ('_train', '_eval'):
         if name.endswith(suffix):
             return f'{name.removesuffix(suffix)}_1_sentinel{suffix}'
@@ -218,7 +218,6 @@ def name_with_sentinel(name: str) -> str:
 def squad(
     name: str, preprocess_fn: PreprocessFn, metric_fn: MetricFn, postprocess_fn: PostprocessFn
 ) -> Task:
-    """Return a row on SQuAD."""
     return supervised(name, 'squad/v1.1:3.0.0', preprocess_fn, [metric_fn], postprocess_fn, NO_TEST)
 
 
@@ -305,9 +304,9 @@ OPEN_QA = ['trivia_qa_open', 'natural_questions_open', 'web_questions_open']
 
 
 def multi_task(left_out: Iterable[str] = ()) -> dict[str, Rate]:
-    """Return the rates of all tasks but some: fixed ones, else the number of examples.
+    """Return the rates of all tasks not in `left_out`: fixed ones, else the number of examples.
 
-    GLUE and SuperGLUE have RTE in common: both have half its rate.
+    GLUE and SuperGLUE both have RTE: each gets half its rate.
     """
     rates: dict[str, Rate] = {}
     for name in EVERY:
@@ -336,7 +335,7 @@ def mixtures() -> list[Mixture]:
             {name_with_sentinel(name): rate for name, rate in SUPER_GLUE_RATES.items()},
         ),
         Mixture('wsc_dpr_simple_proportional', WINOGRAD_RATES),
-        # T5 sets the rate of C4 and a maximum of the others in gin.
+        # T5 sets the rate of C4, and a maximum for the others, in gin.
         Mixture('en_mix', en_mix),
         Mixture('all_equal', dict.fromkeys(EVERY, 1.0)),
         Mixture('all_proportional', multi_task()),
@@ -405,7 +404,7 @@ def groups() -> dict[str, list[Task] | list[Mixture]]:
             squad(
                 'squad_v010_allanswers_span', SQUAD_SPAN, metrics.span_squad, postprocessors.span_qa
             ),
-            # Differs from T5, which takes each character of the target for an answer.
+            # Differs from T5, which takes each character of the target as an answer.
             squad('squad_v010', preprocessors.squad, metrics.squad, postprocessors.only_answer),
             supervised(
                 'trivia_qa_v010',

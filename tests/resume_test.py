@@ -38,7 +38,7 @@ def test_a_signal_saves_the_step_and_the_run_goes_on(command_line, corpus, tmp_p
         process.send_signal(number)
         result = process.wait()
         assert result.status == status
-        assert 'stopping, this step is finished and saved' in result.stderr
+        assert 'stopping after this step is saved' in result.stderr
         if step:
             assert f'Continuing after step {step:,}' in result.stdout
         step = checkpoint.steps(tmp_path / 'run')[-1]

@@ -156,7 +156,7 @@ def test_one_process_at_a_time_holds_the_lock(scheme, store):
     assert third.stdout.readline() == 'held\n'
     first.send_signal(signal.SIGCONT)
     assert first.wait(timeout=300) == 1
-    assert f'{url}/lock is now held by another process' in first.stderr.read()
+    assert f'another process has taken {url}/lock' in first.stderr.read()
     third.kill()
     third.wait()
 

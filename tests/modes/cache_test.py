@@ -194,7 +194,7 @@ def test_parts_and_processes_change_nothing(tmp_path, expected, small_shards):
     parts = cache_config(tmp_path, cache_dirs=str(tmp_path / 'parts'))
     for part in (3, 1):
         for message in cache.cache(parts, part, 3):
-            assert 'files are still missing, those of other parts: the last part' in message
+            assert 'files of other parts are still missing: the last part' in message
     assert not (tmp_path / 'parts/text/COMPLETED').exists()
     for message in cache.cache(parts, 2, 3):
         assert 'is cached in' in message
