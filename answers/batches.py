@@ -57,8 +57,8 @@ def in_batches(
         results: dict[int, Result] = {}
         for start in range(0, len(chunk), batch_size):
             indices = order[start : start + batch_size]
-            computed = compute([chunk[i] for i in indices], num_rows)
-            results.update(zip(indices, computed, strict=True))
+            batch_results = compute([chunk[i] for i in indices], num_rows)
+            results.update(zip(indices, batch_results, strict=True))
             progress(len(indices))
         for i in range(len(chunk)):
             yield results[i]

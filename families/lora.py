@@ -42,16 +42,16 @@ def merge(
     config: model.T5Config, params: Mapping[str, Leaf], merge_kernel: Callable = adapted_kernel
 ) -> dict[str, Leaf]:
     """Replace each kernel and its adapters by `merge_kernel(config, kernel, lora_a, lora_b)`."""
-    merged = {}
+    leaves = {}
     for path, x in params.items():
         scope, name = path.rsplit('/', 1)
         if name == 'kernel' and f'{scope}/lora_a' in params:
-            merged[path] = merge_kernel(
+            leaves[path] = merge_kernel(
                 config, x, params[f'{scope}/lora_a'], params[f'{scope}/lora_b']
             )
         elif not re.fullmatch(ADAPTER, path):
-            merged[path] = x
-    return merged
+            leaves[path] = x
+    return leaves
 
 
 def without_adapters(config: model.T5Config) -> model.T5Config:

@@ -81,7 +81,8 @@ class DecoderLayer(model.DecoderLayer):
         y_bTD, targets = attention(y_bTD, y_bTD, mask, None, rows_b, positions, cache.targets)
         x_bTD = model.add(c, x_bTD, 'self_attention', y_bTD, rows_b)
         y_bTD = c.parts.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-        mask = mask if cache.targets is None else None
+        if cache.targets is not None:
+            mask = None
         y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask)
         return model.add(c, x_bTD, 'mlp', y_bTD, rows_b), LayerCache(targets, inputs), aux
 

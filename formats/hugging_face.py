@@ -297,11 +297,11 @@ def read_index(
         with named(str(config_file)):
             ends = gemma.ends_of(folder, settings)
             config, by_name, note = gemma.read(settings, entries, is_encoder, ends)
-        notes = [note] if note else []
+        notes = [note]
         if config.num_decoder_layers:
             notes += _notes_of_generation(folder, settings, {'eos_token_id'})
         targets = _by_path(folder, by_name, gemma.parameter_names(config))
-        return config, targets, '; '.join(notes)
+        return config, targets, '; '.join(filter(None, notes))
     arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}

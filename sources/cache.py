@@ -165,8 +165,7 @@ def described(value: Any) -> dict | None:
         array = np.array(values)
     except ValueError:  # lists of different lengths
         return None
-    is_flat = array.ndim == 1
-    if not is_flat or array.dtype.kind not in STORED_DTYPES or array.dtype == np.uint64:
+    if array.ndim != 1 or array.dtype.kind not in STORED_DTYPES or array.dtype == np.uint64:
         return None
     return {'dtype': STORED_DTYPES[array.dtype.kind], 'shape': shape}
 
