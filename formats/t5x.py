@@ -82,7 +82,7 @@ def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
     cannot be read; Refused for a pointer of git-lfs. Every process reads its share; all raise the same error.
     """
     faults = _find_faults(paths.to_path(directory), ignored)
-    if jax.process_count() > 1:  # the first ten of each
+    if jax.process_count() > 1:  # share the first ten of each
         lines = [(fault.kind, fault.message[:1000]) for fault in faults[:10]]
         payload = np.frombuffer(json.dumps(lines).encode().ljust(FAULT_BYTES), np.uint8)
         faults = []

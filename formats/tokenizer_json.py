@@ -30,7 +30,7 @@ T5_PRE_TOKENIZER = {
 # The one with the lowest id is EOS, unless tokenizer_config.json names another.
 EOS_NAMES = ('</s>', '<eos>')
 BOS = '<bos>'  # Gemma's
-NOT_IN_A_TEXT = '\U0010ffff'  # no character
+NOT_IN_A_TEXT = '\U0010ffff'  # not a character
 # CodeT5's class, and its special tokens unless tokenizer_config.json names others.
 ROBERTA_TOKENIZER = 'RobertaTokenizer'
 ROBERTA_TOKENS = {

@@ -55,15 +55,15 @@ class IndexEntry(NamedTuple):
     start: int  # index of the first id in the file of ids
     num_inputs: int
     num_targets: int
-    crc32c: int  # the checksum of all of them
+    crc32c: int  # the checksum of these ids
 
 
 class Ids(NamedTuple):
     """The ids of the examples of a shard, and the position of each example's."""
 
     path: str
-    ids: np.ndarray  # int32, in the file
-    entries: np.ndarray  # int64 [examples, 4], in the file
+    ids: np.ndarray  # int32, memory-mapped
+    entries: np.ndarray  # int64 [examples, 4], memory-mapped
 
 
 class Split(NamedTuple):

@@ -133,7 +133,7 @@ def lines_that_start_in(
 
 
 class CsvReader:
-    """Reads blocks of one CSV file, in which a quoted field may hold newlines.
+    """A reader of blocks of a CSV file, in which a quoted field may hold newlines.
 
     The file is read once to find the start of the first row of each block.
     """

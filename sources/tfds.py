@@ -142,7 +142,7 @@ class DataSet:
             if name + '/0' * (field.count('/') - name.count('/')) in values:
                 columns.append(field)
         check_columns(self.name, columns, fields, remedy)
-        # PartialDecoding of TFDS does the same with TensorFlow.
+        # TFDS's PartialDecoding does the same but needs TensorFlow.
         names = {field.split('/')[0] for field in fields}
         selection = self._tfds.features.FeaturesDict({name: features[name] for name in names})
         return functools.partial(decode, selection, short_floats=True)
@@ -213,7 +213,7 @@ def as_python(value, short_floats: bool = False):
 
 
 class TfdsRecords(StoredRecords):
-    """Records of some runs: the fields that the settings name, or all features."""
+    """Records of shard runs: the fields that the settings name, or all features."""
 
     def __init__(self, runs: list[ShardRun], decode: Callable[[bytes], dict], parser: LineParser):
         self.runs = runs
@@ -269,7 +269,7 @@ class ArrayRecords(TfdsRecords):
             largest = max(run.num_in_shard for run in self.runs)
             self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
         self.divide(-(-run.num_records // self.records_per_block) for run in self.runs)
-        self.lock = threading.Lock()  # readers have a position
+        self.lock = threading.Lock()  # a reader has a position
         self.reader = functools.lru_cache(maxsize=NUM_READERS)(open_array_record)
 
     def stored(self, block: int) -> Iterator[StoredRecord]:
