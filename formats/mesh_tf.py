@@ -126,7 +126,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if not path.startswith('target/') or not slots:
             continue
         # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the
-        # largest dimensions, T5X's v_row the mean over the last. They agree, except that those of a square matrix are swapped.
+        # largest dimensions, T5X's v_row the mean over the last. They agree, except for square matrices: swapped.
         shape = index[path].shape
         if slots == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
             row = index[f'{state}/v_row']
