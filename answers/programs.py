@@ -1,4 +1,4 @@
-"""The computation of one device, inside `jax.shard_map`. model.py and decode.py define the suffixes."""
+"""One device's computation, inside `jax.shard_map`. model.py and decode.py define the suffixes."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,14 +17,14 @@ from vocabulary import Ends
 Batch = Mapping[str, jax.Array]
 Parameters = Mapping[str, jax.Array]
 
-# The kernels of a step of decoding: all but those for keys and values of the inputs.
+# The kernels that a decoding step uses: all but the inputs' keys and values.
 STEP_KERNELS = (
     r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
 )
 
 
 def logits(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
-    # As unpacked rows, they could have padding at their ends alone.
+    # Without segments, padding would be allowed only at the ends of rows.
     segments = {
         'encoder_segment_ids': jnp.ones_like(batch['encoder_input_tokens']),
         'decoder_segment_ids': jnp.ones_like(batch['decoder_target_tokens']),
@@ -44,17 +44,17 @@ def encodings(config: T5Config, params: Parameters, batch: Batch) -> jax.Array:
     encoded_bMD, _, _ = model.apply(
         model.encode, params, config, inputs_bM, None, None, None, batch
     )
-    encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without the prompt of an own model
+    encoded_bMD = encoded_bMD[:, -inputs_bM.shape[1] :]  # without a learned prompt
     return jnp.where(inputs_bM[..., None] > 0, encoded_bMD.astype(jnp.float32), 0)
 
 
 def answers(
     config: T5Config, decoding: Decoding, ends: Ends, params: Parameters, batch: Batch
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return tokens_bnT and scores_bn, the best last; None for the scores of samples without `return_scores`.
+    """Return tokens_bnT and scores_bn, best last; None for the scores of samples without `return_scores`.
 
-    `batch` has inputs_bM, prompt_bT, lengths_b, for samples temperature_b, seed_b and example_b, the numbers of the
-    examples, and the arrays of `words.words_of`.
+    `batch` has inputs_bM, prompt_bT, lengths_b; temperature_b, seed_b and example_b for samples; and the arrays of
+    `batches.numbers_of` and `words.words_of`.
     """
     num_decodes = decoding.num_decodes
     has_beams = decoding.beam_size > 1
@@ -86,8 +86,8 @@ def answers(
         keys_r = jax.vmap(jax.random.key)(rows['seed_b'])
         for number_r in (rows['example_b'], jnp.arange(len(keys_r)) % num_decodes):
             keys_r = jax.vmap(jax.random.fold_in)(keys_r, number_r)
-        kept = (decoding.top_k, decoding.top_p, decoding.min_p)
-        choose = decode.random_tokens(keys_r, rows['temperature_b'], *kept)
+        limits = (decoding.top_k, decoding.top_p, decoding.min_p)
+        choose = decode.random_tokens(keys_r, rows['temperature_b'], *limits)
     prompt_rT = rows['prompt_bT']
     tokens_rT, scores_r = decode.sample(
         step,
@@ -110,7 +110,7 @@ def answers(
 
 
 def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
-    """Return {path: dtype} of the kernels of a step of decoding; {} if some may not be `Kernel`s."""
+    """Return {path: dtype} of the kernels that a decoding step uses; {} if some may not be `Kernel`s."""
     if config.module or config.lora_rank:
         return {}
     dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}

@@ -1,4 +1,4 @@
-"""Texts and ids of a user as arrays that the model takes, and the text of an answer."""
+"""A user's texts and ids as arrays for the model, and the text of an answer."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from vocabulary import EOS_ID, UNK_ID, Vocabulary
 Array = NDArray | jax.Array
 Inputs = Sequence[str] | Sequence[Sequence[int]] | Sequence[Array] | Array
 Prompts = Sequence[str | Sequence[int] | None] | Array
-NO_WORD = -2  # pads lists of words: no token is one
+NO_WORD = -2  # pads lists of words; equals no token
 
 
 def ids_of(
@@ -24,13 +24,13 @@ def ids_of(
     vocab_size: int,
     is_prompt: bool = False,
 ) -> list[NDArray]:
-    """Return the ids of each example; a text gets its ends. A prompt gets no end and may be empty or None."""
+    """Return the ids of each example, with the special ids of a text. A prompt has no end; it may be empty or None."""
     if is_prompt and isinstance(examples, list | tuple):
         nothing = '' if any(isinstance(example, str) for example in examples) else ()
         examples = [nothing if example is None else example for example in examples]
     if are_texts(examples):
         texts = list(map(str, examples))
-        ''.join(texts).encode()  # refuses a surrogate, which SentencePiece does not name
+        ''.join(texts).encode()  # raises an error that names a surrogate, unlike SentencePiece's
         examples = encode(vocabulary, texts)
         if vocabulary is not None and is_prompt:
             examples = [[*vocabulary.begin_ids, *ids] for ids in examples]
@@ -40,19 +40,19 @@ def ids_of(
     if isinstance(examples, str) or not len(examples):
         raise Refused(f'{name}={shortened(examples)}: must be a list of texts or of ids')
     encoded = []
-    # Texts come last: an example that is neither text nor ids is the one to name.
+    # Check texts last: the error should name an example that is neither text nor ids.
     for i, example in sorted(enumerate(examples), key=lambda item: isinstance(item[1], str)):
         ids = np.asarray(example)
         is_list = ids.ndim == 1 and (ids.dtype.kind in 'iu' or not ids.size)
         if not is_list or not (is_prompt or ids.any()):
-            raise Refused(f'{name}[{i}]={shortened(example)}: must be ids, or all be texts')
+            raise Refused(f'{name}[{i}]={shortened(example)}: must be ids, or all must be texts')
         check_ids(f'{name}[{i}]', ids, vocab_size)
         encoded.append(ids)
     return encoded
 
 
 def check_ids(name: str, ids: NDArray, end: int) -> None:
-    """Refuse ids beyond `end`, which have no embedding."""
+    """Raise Refused for ids outside of [0, end): they have no embedding."""
     if ids.size and not 0 <= ids.min() <= ids.max() < end:
         raise Refused(f'{name} has ids {ids.min()} to {ids.max()}: must be 0 to {end - 1}')
 
@@ -63,13 +63,13 @@ def check_one_each(name: str, values: Sequence, inputs: Sequence) -> None:
 
 
 def are_texts(examples: Inputs | Prompts) -> bool:
-    """Return whether examples are a list of one or more texts."""
+    """Return whether `examples` is a list of one or more texts."""
     is_list = isinstance(examples, list | tuple) or getattr(examples, 'ndim', 0) == 1
     return is_list and len(examples) > 0 and all(isinstance(x, str) for x in examples)
 
 
 def shortened(value: object) -> str:
-    """Return `value` as an error message shows it, in one line of at most 60 characters."""
+    """Return `value` for an error message, in one line of at most 60 characters."""
     return f'{" ".join(repr(value).split()):.60}'
 
 
@@ -87,9 +87,8 @@ def words_of(
 ) -> dict[str, NDArray]:
     """Return the texts of `decoding` as arrays of a batch, int32 [b, n, W]; b is 1 if all inputs share them.
 
-    bad_words_bnW and stop_bnW are padded with -1 on the left. allowed_bnA end with EOS and are padded on the right.
+    bad_words_bnW and stop_bnW are padded with -1 on the left. allowed_bnA ends with EOS and is padded on the right.
     """
-
     begin = getattr(vocabulary, 'begin_ids', ())
     eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
     unk_id = getattr(vocabulary, 'unk_id', UNK_ID)
@@ -100,8 +99,8 @@ def words_of(
         if not is_list or not ids or not 0 < min(ids) <= max(ids) < vocab_size:
             raise Refused(f'{name} has {text!r}: must be text or ids, 1 to {vocab_size - 1}')
         if isinstance(text, str) and unk_id in ids and not may_be_unknown:
-            lacking = [x for x in dict.fromkeys(text) if unk_id in encode(vocabulary, [x])[0]]
-            raise Refused(f'{name} has {text!r}: the vocabulary lacks {lacking}: use another text')
+            unknown = [x for x in dict.fromkeys(text) if unk_id in encode(vocabulary, [x])[0]]
+            raise Refused(f'{name} has {text!r}: the vocabulary lacks {unknown}: use another text')
         return [*ids]
 
     arrays: dict[str, NDArray] = {}
@@ -113,8 +112,8 @@ def words_of(
         for text in decoding.stop:
             ids = word('stop', text, may_be_unknown=True)
             assert vocabulary is not None, 'stop has ids: it must be text'
-            # Its ids, unless the vocabulary changes the text, and every token that contains it. `before_stop` finds
-            # other occurrences.
+            # Stop at the text's ids, unless the vocabulary changes the text, and at each token that contains it.
+            # `before_stop` finds other occurrences.
             if vocabulary.decode(ids) == text:
                 stop.append(ids)
             stop += [[k] for k in range(vocabulary.size) if text in vocabulary.decode([k])]
@@ -142,7 +141,7 @@ def words_of(
 
 
 def padded(lists: Sequence[Sequence[Sequence[int]]], on_left: bool) -> NDArray:
-    """Return lists of ids as int32 [b, n, W], padded with -1, and further rows of NO_WORD, to compiled sizes."""
+    """Return lists of ids as int32 [b, n, W]: ids padded with -1, lists with rows of NO_WORD, to compiled sizes."""
     num_words = next_size(max(map(len, lists)), 1)
     width = next_size(max((len(ids) for rows in lists for ids in rows), default=1), 1)
     words = np.full((len(lists), num_words, width), NO_WORD, np.int32)
@@ -174,8 +173,8 @@ def with_numbers(questions: Sequence[Question], numbers: Numbers) -> list[Questi
     numbers = numbers or {}
     for name, values in numbers.items():
         check_one_each(f'numbers[{name!r}]', values, questions)
-    of_each = []
+    results = []
     for i, question in enumerate(questions):
-        own = {name: float(values[i]) for name, values in numbers.items()}
-        of_each.append(question._replace(numbers=own))
-    return of_each
+        row = {name: float(values[i]) for name, values in numbers.items()}
+        results.append(question._replace(numbers=row))
+    return results

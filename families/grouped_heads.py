@@ -1,7 +1,7 @@
-"""T5 whose query heads share keys and values in groups (grouped-query attention).
+"""T5 with grouped-query attention: query heads share keys and values in groups.
 
-Adjacent query heads form a group with one head of keys and values. Their kernels are smaller, and so
-are the caches of decoding, in self-attention and in cross attention.
+A group of adjacent query heads has one key head and one value head. This shrinks their kernels and the
+decoding caches, in self-attention and in cross-attention.
 
 Source: Ainslie et al. 2023 (GQA) §2.2.
 """
@@ -17,7 +17,7 @@ from messages import Refused
 @dataclasses.dataclass(frozen=True)
 class Options:
     num_kv_heads: int = dataclasses.field(
-        default=1, metadata={'help': 'heads of keys and values: must divide model.num_heads'}
+        default=1, metadata={'help': 'key and value heads: must divide model.num_heads'}
     )
 
     def __post_init__(self):
@@ -34,8 +34,8 @@ def modules(family):
             return k_bMhK, self.heads(memory_bMD, 'value', initializer, num_heads)
 
         def attend(self, q_bThK, k_bhKM, v_bhKM, *others):
-            group_size, rest = divmod(q_bThK.shape[2], k_bhKM.shape[1])
-            if rest:
+            group_size, remainder = divmod(q_bThK.shape[2], k_bhKM.shape[1])
+            if remainder:
                 raise Refused(
                     f'model.options.num_kv_heads={self.config.options.num_kv_heads}: must divide '
                     f'model.num_heads={self.config.num_heads}'

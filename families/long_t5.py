@@ -1,13 +1,13 @@
-"""LongT5: T5 whose encoder attends to near tokens, and to one global token for every few tokens.
+"""LongT5: T5 whose encoder attends to nearby tokens, and optionally to a global token for each block.
 
 With `encoder_attention='local'` a token sees the tokens at most `local_radius` away. With
-'transient_global' it also sees the global tokens of its segment. Each layer makes its own: a global
-token is the normed sum of the inputs of `tokens_per_block` tokens, with the keys and values of the
-tokens' kernels. The decoder is T5's.
+'transient_global' it also sees the global tokens of its segment. Each layer computes its own: the
+normalized sum of the inputs of `tokens_per_block` tokens, which then goes through the same key and
+value kernels. The decoder is T5's.
 
 The letters are model.py's, and
 
-    n  blocks of the length b = local_radius + 1    c  a block as queries    e  it and its two neighbours
+    n  blocks of local_radius + 1 tokens    c  the queries of a block    e  the keys of it and its two neighbors
     G  global tokens
 
 Source: Guo et al. 2022 (LongT5) §3.1; flaxformer architectures/longt5/long_attention.py.
@@ -34,10 +34,10 @@ class Options:
         default='local', metadata={'help': 'local or transient_global.'}
     )
     local_radius: int = dataclasses.field(
-        default=127, metadata={'help': 'The distance that a token sees.'}
+        default=127, metadata={'help': 'The distance up to which a token sees others.'}
     )
     tokens_per_block: int = dataclasses.field(
-        default=16, metadata={'help': 'The tokens of a global token.'}
+        default=16, metadata={'help': 'Tokens per global token.'}
     )
 
     def __post_init__(self):
@@ -50,12 +50,12 @@ class Options:
 
 
 class Positions(NamedTuple):
-    """Shared by the attentions of the encoder: positions in the keys of a block, and the global tokens."""
+    """Shared by the encoder's attention layers: positions within a block's keys, and the global tokens."""
 
     queries_T: jax.Array  # int32 [c]
     keys_M: jax.Array  # int32 [e]
-    is_in_bMG: jax.Array | None = None  # float32, 1 where a token belongs to a global token
-    relpos_bnhcG: jax.Array | None = None  # added to each head's logits of global tokens
+    is_in_bMG: jax.Array | None = None  # float32, 1 if a token belongs to a global token
+    relpos_bnhcG: jax.Array | None = None  # the bias of the global tokens' logits
 
 
 class Encoder(model.Encoder):
@@ -67,14 +67,14 @@ class Encoder(model.Encoder):
         positions = Positions(size + jnp.arange(size), jnp.arange(3 * size))
         is_near_ce = jnp.abs(positions.keys_M[None, :] - positions.queries_T[:, None]) < size
         segments_bnc1 = blocks(segments_bM, size)[..., None]
-        mask_bnce = segments_bnc1 == blocks(segments_bM, size, beside=1)[:, :, None]
+        mask_bnce = segments_bnc1 == blocks(segments_bM, size, num_neighbors=1)[:, :, None]
         mask_bnce &= (segments_bnc1 > 0) & is_near_ce[None, None]
         if c.options.encoder_attention == 'transient_global':
             ids_bM, segments_bG, is_in_bMG = global_tokens(segments_bM, c.options.tokens_per_block)
             mask_bncG = segments_bnc1 == segments_bG[:, None, None]
             mask_bnce = jnp.concatenate([mask_bnce, mask_bncG], axis=-1)
             ids_G = jnp.arange(segments_bG.shape[1])
-            all_ids = model.Positions(jnp.arange(-1, len(ids_G)), ids_G)  # a token may have -1
+            all_ids = model.Positions(jnp.arange(-1, len(ids_G)), ids_G)  # -1: none
             bias = c.parts.relpos_bias(c, bidirectional=True, name='side_relpos_bias')
             relpos_MhG = bias(all_ids)[0].astype(c.dtype).swapaxes(0, 1)
             relpos_bnhcG = relpos_MhG[blocks(ids_bM, size) + 1].swapaxes(2, 3)
@@ -83,10 +83,10 @@ class Encoder(model.Encoder):
 
 
 def global_tokens(segments_bM, size):
-    """Return ids_bM, the global token that a token would belong to, segments_bG, and is_in_bMG, whether it does.
+    """Return ids_bM, each token's candidate for a global token, segments_bG, and is_in_bMG, whether it belongs to it.
 
-    Each whole block of `size` tokens of a segment makes a global token, to which the tokens after the last one also
-    belong. A segment without a whole block has none. Source: flaxformer make_etc_fixed_block_ids.
+    Each full block of `size` tokens of a segment makes a global token. The tokens after the last full block belong to
+    the last global token. A segment without a full block has none. Source: flaxformer make_etc_fixed_block_ids.
     """
     length = segments_bM.shape[1]
     index_1M = jnp.arange(length)[None]
@@ -101,18 +101,18 @@ def global_tokens(segments_bM, size):
     return ids_bM, segments_bG, one_hot_bMG * (segments_bM[..., None] == segments_bG[:, None])
 
 
-def blocks(x_bM, size, beside=0):
-    """Return x_bM... as [b, n, c, ...], padded with zeros; with the blocks `beside` each one, [b, n, e, ...]."""
-    outside = beside * size
-    padding = [(0, 0), (outside, -x_bM.shape[1] % size + outside), *[(0, 0)] * (x_bM.ndim - 2)]
+def blocks(x_bM, size, num_neighbors=0):
+    """Return x_bM... as [b, n, c, ...], padded with zeros; with `num_neighbors` on each side, [b, n, e, ...]."""
+    margin = num_neighbors * size
+    padding = [(0, 0), (margin, -x_bM.shape[1] % size + margin), *[(0, 0)] * (x_bM.ndim - 2)]
     padded = jnp.pad(x_bM, padding).reshape(len(x_bM), -1, size, *x_bM.shape[2:])
-    num_blocks = padded.shape[1] - 2 * beside
-    parts = [padded[:, i : i + num_blocks] for i in range(1 + 2 * beside)]
+    num_blocks = padded.shape[1] - 2 * num_neighbors
+    parts = [padded[:, i : i + num_blocks] for i in range(1 + 2 * num_neighbors)]
     return jnp.concatenate(parts, axis=2)
 
 
 class Attention(model.Attention):
-    """Attention in blocks where the positions are the encoder's; the decoder's is T5's."""
+    """Attention in blocks in the encoder, which passes `Positions`; T5's in the decoder."""
 
     @hk.name_like('__call__')
     def keys_values(self, memory_bMD, positions):
@@ -126,7 +126,7 @@ class Attention(model.Attention):
 
     @hk.name_like('__call__')
     def attend(self, q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b):
-        """Return heads_bThK. In the encoder, mask and bias belong to the blocks."""
+        """Return heads_bThK. In the encoder, mask and bias have the shapes of blocks."""
         if not isinstance(positions, Positions):
             return super().attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         c = self.config
@@ -136,7 +136,7 @@ class Attention(model.Attention):
         k_bMhK = k_bhKM.transpose(0, 3, 1, 2).astype(dtype)
         v_bMhK = v_bhKM.transpose(0, 3, 1, 2)
         q_bnchK = blocks(q_bThK, size).astype(dtype)
-        k_bnehK = blocks(k_bMhK[:, :length], size, beside=1)
+        k_bnehK = blocks(k_bMhK[:, :length], size, num_neighbors=1)
         logits_bnhce = jnp.einsum('bnchK,bnehK->bnhce', q_bnchK, k_bnehK)
         logits_bnhce += kernels.broadcast(relpos_1hTM[0], logits_bnhce.shape, c.dtype)
         if positions.is_in_bMG is not None:
@@ -146,7 +146,7 @@ class Attention(model.Attention):
         probs_bnhce = model.attention_weights(logits_bnhce, mask.dense(), None, c.dtype)
         mask_shape = (probs_bnhce.shape[1], c.num_heads, 1, probs_bnhce.shape[-1])
         probs_bnhce = model.dropout(probs_bnhce, c.dropout_rate, rows_b, mask_shape, split_dim=2)
-        v_bnehK = blocks(v_bMhK[:, :length], size, beside=1)
+        v_bnehK = blocks(v_bMhK[:, :length], size, num_neighbors=1)
         probs_bnhce, probs_bnhcG = jnp.split(probs_bnhce, [3 * size], axis=-1)
         heads_bnchK = jnp.einsum('bnhce,bnehK->bnchK', probs_bnhce, v_bnehK)
         if positions.is_in_bMG is not None:
@@ -155,13 +155,13 @@ class Attention(model.Attention):
 
 
 def flops(c, S, T):
-    """Return the FLOPs of a row's forward pass: T5's, but for the keys that a token of the inputs sees."""
+    """Return the FLOPs of a row's forward pass: T5's, except for the number of keys that an input token sees."""
     a = c.num_heads * c.head_dim
     has_globals = c.options.encoder_attention == 'transient_global'
     num_globals = has_globals * (S // c.options.tokens_per_block)
     num_keys = 3 * (c.options.local_radius + 1) + num_globals
-    of_globals = num_globals * c.emb_dim * (4 * a + 2 * S)  # their keys and values, and their sums
-    return t5_flops(c, S, T) + c.num_encoder_layers * (4 * S * (num_keys - S) * a + of_globals)
+    global_flops = num_globals * c.emb_dim * (4 * a + 2 * S)  # keys and values, and sums
+    return t5_flops(c, S, T) + c.num_encoder_layers * (4 * S * (num_keys - S) * a + global_flops)
 
 
 def modules(family):

@@ -1,8 +1,7 @@
-"""LoRA: kernels that are not trained, each with two small matrices that are.
+"""LoRA: frozen kernels, each with two small trained matrices.
 
-The settings are model.lora_rank and its neighbours. formats/own_model.py applies this family last, whenever the rank is
-above 0. A checkpoint holds the adapters; restore.path names the checkpoint of the base. With rank 0 the
-parts are those of the base.
+The settings are model.lora_rank, lora_alpha and lora_targets. formats/own_model.py applies this family last, if the rank
+is above 0. A checkpoint holds only the adapters; restore.path names the checkpoint of the base.
 
 Source: Hu et al. 2021 (LoRA) §4.1.
 """
@@ -42,17 +41,17 @@ def adapted_kernel(
 def merge(
     config: model.T5Config, params: Mapping[str, Leaf], merge_kernel: Callable = adapted_kernel
 ) -> dict[str, Leaf]:
-    """Return the parameters of the base: kernels are `merge_kernel(config, kernel, lora_a, lora_b)`."""
-    merged = {}
+    """Replace each kernel and its adapters by `merge_kernel(config, kernel, lora_a, lora_b)`."""
+    leaves = {}
     for path, x in params.items():
         scope, name = path.rsplit('/', 1)
         if name == 'kernel' and f'{scope}/lora_a' in params:
-            merged[path] = merge_kernel(
+            leaves[path] = merge_kernel(
                 config, x, params[f'{scope}/lora_a'], params[f'{scope}/lora_b']
             )
         elif not re.fullmatch(ADAPTER, path):
-            merged[path] = x
-    return merged
+            leaves[path] = x
+    return leaves
 
 
 def without_adapters(config: model.T5Config) -> model.T5Config:
@@ -61,7 +60,7 @@ def without_adapters(config: model.T5Config) -> model.T5Config:
 
 
 def modules(family):
-    """Return the family with adapters of the kernels that model.lora_targets matches."""
+    """Return the family with adapters for the kernels that model.lora_targets matches."""
     if ADAPTER in family.adapters:  # model.module also names it
         return family
 

@@ -1,4 +1,4 @@
-"""T5 with a second norm after each attention and each MLP, before the residual connection, as Gemma 2 has it.
+"""T5 with a second norm after each attention and each MLP, before the residual connection, as in Gemma 2.
 
 Source: Gemma 2 (Gemma Team 2024) §2, "post-norm and pre-norm".
 """

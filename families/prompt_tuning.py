@@ -1,10 +1,10 @@
-"""Prompt tuning: T5 whose encoder reads learned vectors before its inputs. They alone are trained.
+"""Prompt tuning: T5 whose encoder reads learned vectors before its inputs. Only these are trained.
 
-A checkpoint holds the prompt, length * emb_dim numbers, beside the checkpoint of the base that restore.path
-names. A vector begins as the embedding of a text of `texts`, the mean over its pieces; those that are left, as the
-embeddings of pieces drawn from the most frequent ones of the vocabulary.
+A checkpoint holds only the prompt, length * emb_dim numbers; restore.path names the checkpoint of the base.
+Each of `texts` initializes a vector with the mean embedding of its pieces. The other vectors begin as embeddings of
+pieces drawn from the most frequent ones of the vocabulary.
 
-The letters are model.py's, and P the vectors of the prompt.
+The letters are model.py's, and P is the prompt's vectors.
 
 Source: Lester et al. 2021 (prompt tuning) §2.1 and §3.
 """
@@ -26,10 +26,10 @@ MOST_FREQUENT = 5000  # T5's pieces are ordered by frequency
 @dataclasses.dataclass(frozen=True)
 class Options:
     length: int = dataclasses.field(
-        default=100, metadata={'help': 'Vectors of the prompt, at least one for each of `texts`.'}
+        default=100, metadata={'help': 'Number of vectors, at least one for each of `texts`.'}
     )
     texts: tuple[str, ...] = dataclasses.field(
-        default=(), metadata={'help': 'A vector begins as each, such as the names of classes.'}
+        default=(), metadata={'help': 'Each initializes a vector, such as the name of a class.'}
     )
 
     def __post_init__(self):
@@ -41,14 +41,14 @@ class Options:
 
 
 def initial_adapters(config, read, vocabulary, seed):
-    """Return {path: array} of the prompt with which a run on a base begins."""
+    """Return {path: array} of the initial prompt."""
     length = config.options.length
     texts = list(map(str, config.options.texts))
     table_vD = read('token_embedder/embedding')
     end = min(FIRST_PIECE + MOST_FREQUENT, vocabulary.size, len(table_vD))
     rng = np.random.default_rng(seed)
-    drawn = rng.choice(np.arange(FIRST_PIECE, end), length, replace=end - FIRST_PIECE < length)
-    prompt_PD = np.array(table_vD[drawn], np.float32)
+    pieces = rng.choice(np.arange(FIRST_PIECE, end), length, replace=end - FIRST_PIECE < length)
+    prompt_PD = np.array(table_vD[pieces], np.float32)
     for i, ids in enumerate(vocabulary.encode(texts)):
         if not len(ids):
             raise Refused(
@@ -62,9 +62,9 @@ def modules(family):
     """Return the family with a prompt."""
 
     class Encoder(family.parts.encoder):
-        @hk.transparent  # the prompt is no part of the encoder's parameters
+        @hk.transparent  # the prompt's path does not begin with encoder/
         def embed(self, tokens_bM, segments_bM, table_vD):
-            """Return x_bMD and segments_bM with the prompt before them."""
+            """Return x_bMD and segments_bM, which begin with the prompt."""
             x_bMD, segments_bM = super().embed(tokens_bM, segments_bM, table_vD)
             shape = (self.config.options.length, self.config.emb_dim)
             initializer = hk.initializers.RandomUniform(-0.5, 0.5)

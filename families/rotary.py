@@ -1,9 +1,8 @@
 """T5 with rotary positions instead of the relative position bias.
 
-Queries and keys of self-attention are rotated by angles that grow with their positions, so that
-their products depend on the distance alone. A cache holds rotated keys. Training, where all
-positions of a sequence are read at once, and decoding go through the same two methods. The class
-extends the attention of the family, so that it combines with grouped_heads.py.
+Self-attention rotates queries and keys by angles proportional to their positions, so their products
+depend only on the distance. A cache holds rotated keys. Training and decoding use the same two methods.
+The class extends the family's attention, so it combines with grouped_heads.py.
 
 Source: Su et al. 2021 (RoFormer) §3.4.2.
 """
@@ -14,9 +13,9 @@ import jax.numpy as jnp
 
 
 def rotate(x_bThK, positions_bT, theta=10_000.0):
-    """Return x_bThK with its pairs of features, [K / 2] apart, rotated by their positions.
+    """Rotate each pair of features, K / 2 apart, by an angle that depends on the position.
 
-    The longest period of an angle is 2 pi * theta. Positions may be one row for all.
+    The longest period is 2 pi * theta. Positions may be one row for all.
     """
     half = x_bThK.shape[-1] // 2
     frequencies_k = theta ** -(jnp.arange(half) / half)
@@ -33,7 +32,7 @@ def no_bias(config, bidirectional, name):
 
 def modules(family):
     class Attention(family.parts.attention):
-        """Cross attention has no positions and stays as it is."""
+        """Cross-attention has no positions and does not change."""
 
         def queries(self, x_bTD, positions):
             q_bThK = super().queries(x_bTD, positions)

@@ -1,6 +1,6 @@
-"""T5 whose logits, of attention and of tokens, are bent towards a cap, so that none exceeds it, as Gemma 2 has it.
+"""T5 with soft caps on the logits of attention and of tokens, as in Gemma 2.
 
-Source: Bello et al. 2016 §5.1 (of tokens); Gemma 2 (Gemma Team 2024) §2, "logit soft-capping".
+Source: Bello et al. 2016 §5.1 (tokens); Gemma 2 (Gemma Team 2024) §2, "logit soft-capping".
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from messages import Refused
 @dataclasses.dataclass(frozen=True)
 class Options:
     attention_cap: float = dataclasses.field(
-        default=50.0, metadata={'help': 'Of the logits of attention; 0: none.'}
+        default=50.0, metadata={'help': 'Cap of the logits of attention; 0: none.'}
     )
     logits_cap: float = dataclasses.field(
-        default=30.0, metadata={'help': 'Of the logits of tokens; 0: none.'}
+        default=30.0, metadata={'help': 'Cap of the logits of tokens; 0: none.'}
     )
 
     def __post_init__(self):

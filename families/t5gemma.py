@@ -1,11 +1,11 @@
 """T5Gemma: T5 with the layers of Gemma 2.
 
-Self-attention has rotary positions and, but for the last of every `full_every` layers, a window. Several query heads
-share keys and values. Scores and logits are capped. Norms, with scales around 0, stand before and after each block. Each
-stack has a token table; embeddings are multiplied by sqrt(emb_dim), tied logits not divided by it. The decoder starts
-with id 2. The letters are model.py's, and
+Self-attention has rotary positions and a window, except in the last of every `full_every` layers. Several query heads
+share keys and values. Scores and logits are capped. Norms, with scales around 0, come before and after each block. Each
+stack has a token table. Embeddings are multiplied by sqrt(emb_dim); tied logits are not divided by it. The decoder
+starts with id 2. The letters are model.py's, and
 
-    k  heads of keys and values    g  the query heads of one
+    k  key and value heads    g  the query heads of each
 
 Source: Zhang et al. 2025 (T5Gemma); google-deepmind/gemma research/t5gemma/modules.py, gm/nn/_modules.py.
 """
@@ -35,21 +35,21 @@ def option(default, text, limits=setting.NOT_NEGATIVE):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    num_kv_heads: int = option(1, 'Heads of keys and values: divides num_heads.', setting.SIZE)
-    query_pre_attn_scalar: int = option(0, 'Its root divides the scores; 0: head_dim.')
-    attention_cap: float = option(50.0, 'Of the scores; 0: none.')
-    logits_cap: float = option(30.0, 'Of the logits; 0: none.')
-    window: int = option(4096, 'The first distance that a query does not see.', setting.SIZE)
-    full_every: int = option(2, 'Layers per layer without a window.', setting.SIZE)
+    num_kv_heads: int = option(1, 'Key and value heads: must divide num_heads.', setting.SIZE)
+    query_pre_attn_scalar: int = option(0, 'Scores are divided by its root; 0: head_dim.')
+    attention_cap: float = option(50.0, 'Cap of the scores; 0: none.')
+    logits_cap: float = option(30.0, 'Cap of the logits; 0: none.')
+    window: int = option(4096, 'A query sees keys at smaller distances.', setting.SIZE)
+    full_every: int = option(2, 'One layer of this many, the last, has no window.', setting.SIZE)
     rope_theta: float = option(10_000.0, 'Longest period / 2 pi.', setting.POSITIVE)
-    encoder_emb_dim: int = option(0, "Of the encoder; 0: the decoder's. The next four too.")
+    encoder_emb_dim: int = option(0, "Of the encoder; 0: the decoder's, as in the next four.")
     encoder_num_heads: int = option(0, 'Of the encoder.')
     encoder_num_kv_heads: int = option(0, 'Of the encoder.')
     encoder_head_dim: int = option(0, 'Of the encoder.')
     encoder_mlp_dim: int = option(0, 'Of the encoder.')
     bos: bool = option(True, 'Whether inputs begin with id 2.', None)
     eos: bool = option(False, 'Whether inputs end with EOS.', None)
-    more_ends: tuple = option((), 'Ids that end an answer, besides EOS.', None)
+    more_ends: tuple = option((), 'Ids that end an answer, as EOS does.', None)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -92,26 +92,26 @@ class Decoder(model.Decoder):
 
 
 def logits(c, x_bTD, table_vD, rows_b):
-    """Return float32 logits_bTv. Tied ones are not divided by sqrt(emb_dim), as T5's are."""
+    """Return float32 logits_bTv. Unlike T5's, tied logits are not divided by sqrt(emb_dim)."""
     logits_bTv = model.decoder_logits(c, x_bTD, table_vD, rows_b)
     return logits_bTv * jnp.sqrt(c.emb_dim) if c.logits_via_embedding else logits_bTv
 
 
 class Norm(model.RMSNorm):
-    """x / rms(x) * (1 + scale), all float32."""
+    """x / rms(x) * (1 + scale), in float32."""
 
     def __call__(self, x_bTD):
         scale_D = hk.get_parameter('scale', x_bTD.shape[-1:], jnp.float32, jnp.zeros)
-        weight_D = 1 + scale_D.astype(jnp.float32)  # a sum that bfloat16 would round
+        weight_D = 1 + scale_D.astype(jnp.float32)  # bfloat16 would round this sum
         return model.normalize(x_bTD, weight_D, 'float32').astype(self.config.dtype)
 
 
 class Attention(model.Attention):
-    """Grouped attention. Cross attention has neither positions nor a window."""
+    """Grouped attention. Cross-attention has neither positions nor a window."""
 
     @hk.name_like('__call__')
     def queries(self, x_bTD, positions):
-        """Return q_bThK, with the scale of the scores."""
+        """Return q_bThK, which includes the scale of the scores."""
         c = self.config
         q_bThK = self.heads(x_bTD, 'query', c.parts.initializers.attention)
         scalar = c.options.query_pre_attn_scalar or c.head_dim
@@ -124,7 +124,7 @@ class Attention(model.Attention):
         num_heads = c.options.num_kv_heads
         if c.num_heads % num_heads or c.head_dim % 2:
             raise Refused(
-                f'num_heads={c.num_heads} must divide by num_kv_heads={num_heads}, head_dim={c.head_dim} by 2'
+                f'num_kv_heads={num_heads} must divide num_heads={c.num_heads}, and 2 must divide head_dim={c.head_dim}'
             )
         initializer = c.parts.initializers.attention
         k_bMkK = self.heads(memory_bMD, 'key', initializer, num_heads)
@@ -133,7 +133,7 @@ class Attention(model.Attention):
 
     @hk.name_like('__call__')
     def heads(self, x_bTD, name, initializer, num_heads=None):
-        """Return x_bTD projected to this device's share of the heads, or to the one that it uses of fewer heads."""
+        """Return x_bTD projected to this device's heads; of fewer heads than devices, to the one that it uses."""
         c = self.config
         num_devices = lax.psum(1, 'model')
         if num_heads is None or num_heads % num_devices == 0:
@@ -150,13 +150,13 @@ class Attention(model.Attention):
         return (self.index + 1) % self.config.options.full_every == 0
 
     def rotated(self, x_bThK, positions):
-        """Return the heads rotated by their positions, if these are not None."""
+        """Rotate the heads by their positions, unless these are None."""
         if positions is None:
             return x_bThK
         return rotate(x_bThK, positions.queries_T[None], self.config.options.rope_theta)
 
     def seen(self, mask, positions):
-        """Return mask_b1TM without the keys outside of the window. The decoder's mask ends at the query."""
+        """Return mask_b1TM without the keys outside of the window. The decoder's mask is causal already."""
         if positions is None or self.is_full():
             return mask.dense()
         distance_TM = positions.queries_T[:, None] - positions.keys_M[None, :]
@@ -183,7 +183,7 @@ class Attention(model.Attention):
 
 
 def in_groups(x, dim, num_groups):
-    """Return x with its query heads, the dimension `dim`, split into [num_groups, heads of each]."""
+    """Split the query heads, dimension `dim` of x, into [num_groups, heads per group]."""
     return x.reshape(*x.shape[:dim], num_groups, x.shape[dim] // num_groups, *x.shape[dim + 1 :])
 
 
@@ -193,10 +193,10 @@ def flops(c, S, T):
     total = 2 * T * c.emb_dim * c.vocab_size
     for stack, length, layers in ((e, S, c.num_encoder_layers), (c, T, c.num_decoder_layers)):
         a = stack.num_heads * stack.head_dim
-        of_keys = 2 * stack.options.num_kv_heads * stack.head_dim  # and values
-        matrices = stack.emb_dim * (2 * a + of_keys + 3 * stack.mlp_dim)
+        kv_width = 2 * stack.options.num_kv_heads * stack.head_dim
+        matrices = stack.emb_dim * (2 * a + kv_width + 3 * stack.mlp_dim)
         total += layers * (2 * length * matrices + 4 * length * length * a)
-    cross = 4 * T * c.emb_dim * a + 2 * S * e.emb_dim * of_keys + 4 * T * S * a
+    cross = 4 * T * c.emb_dim * a + 2 * S * e.emb_dim * kv_width + 4 * T * S * a
     return total + c.num_decoder_layers * cross
 
 

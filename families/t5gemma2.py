@@ -1,9 +1,9 @@
-"""T5Gemma 2: T5Gemma with the layers of Gemma 3, and with attention that reads targets and inputs at once.
+"""T5Gemma 2: T5Gemma with the layers of Gemma 3, and with a decoder that attends to targets and inputs at once.
 
 A query of the decoder weights the keys of the targets and of the inputs in one softmax. Both come from the same kernels,
-but only those of targets are rotated: a query's place in its own segment counts. Queries and keys are normed. Layers
-with and without a window have angles of their own. Both stacks have one token table, and an extra row for the token
-that ends an image; there is nothing else for images.
+but only target keys are rotated, by their positions in their segments. Queries and keys are normalized. Layers with and
+without a window have different angles. Both stacks share a token table, with an extra row for the token that ends an
+image; nothing else supports images.
 
 The letters are model.py's and t5gemma.py's. Source: transformers (5.24) models/t5gemma2/modular_t5gemma2.py.
 """
@@ -27,12 +27,12 @@ from families.t5gemma import option
 
 @dataclasses.dataclass(frozen=True)
 class Options(t5gemma.Options):
-    attention_cap: float = option(0.0, 'Of the scores; 0: none.')
-    logits_cap: float = option(0.0, 'Of the logits; 0: none.')
-    full_every: int = option(6, 'Layers per layer without a window.', setting.SIZE)
-    encoder_emb_dim: int = option(0, 'Both stacks have one width.', setting.Range(0, 0))
-    full_rope_theta: float = option(1e6, 'rope_theta without a window.', setting.POSITIVE)
-    full_rope_factor: float = option(1.0, 'Divides positions there.', setting.POSITIVE)
+    attention_cap: float = option(0.0, 'Cap of the scores; 0: none.')
+    logits_cap: float = option(0.0, 'Cap of the logits; 0: none.')
+    full_every: int = option(6, 'One layer of this many, the last, has no window.', setting.SIZE)
+    encoder_emb_dim: int = option(0, 'Both stacks have the same width.', setting.Range(0, 0))
+    full_rope_theta: float = option(1e6, 'rope_theta of layers without a window.', setting.POSITIVE)
+    full_rope_factor: float = option(1.0, 'Divides positions in these layers.', setting.POSITIVE)
     eoi_id: int = option(256_000, 'The token that ends an image.')
 
 
@@ -41,9 +41,9 @@ class Positions(NamedTuple):
 
     queries_T: jax.Array  # int32, as in model.Positions
     keys_M: jax.Array
-    places_bT: jax.Array  # int32: places of the queries in their segments
+    places_bT: jax.Array  # int32: positions of the queries in their segments
     inputs: KeysValues | None = None
-    mask_b1TM: jax.Array | None = None  # of the inputs
+    mask_b1TM: jax.Array | None = None  # the inputs' mask
 
 
 def embed(c, tokens_bT, table_vD):
@@ -58,7 +58,7 @@ def embed(c, tokens_bT, table_vD):
 class Decoder(t5gemma.Decoder):
     def __call__(self, x_bTD, encoded_bMD, mask, inputs_mask, positions, **others):
         """Return float32 logits_bTv, the caches, and aux."""
-        # A query sees all targets up to its place.
+        # A query sees the targets of its segment up to itself: their number tells its position.
         places_bT = mask.dense().sum(axis=(1, 3), dtype=jnp.int32) - 1
         positions = Positions(*positions, places_bT, mask_b1TM=inputs_mask.dense())
         return super().__call__(x_bTD, encoded_bMD, mask, inputs_mask, positions, **others)
@@ -81,7 +81,8 @@ class DecoderLayer(model.DecoderLayer):
         y_bTD, targets = attention(y_bTD, y_bTD, mask, None, rows_b, positions, cache.targets)
         x_bTD = model.add(c, x_bTD, 'self_attention', y_bTD, rows_b)
         y_bTD = c.parts.norm(c, name='pre_mlp_layer_norm')(x_bTD)
-        mask = mask if cache.targets is None else None
+        if cache.targets is not None:
+            mask = None
         y_bTD, aux = c.parts.mlp(c, self.index, name='mlp')(y_bTD, rows_b, mask)
         return model.add(c, x_bTD, 'mlp', y_bTD, rows_b), LayerCache(targets, inputs), aux
 
@@ -93,18 +94,18 @@ class DecoderLayer(model.DecoderLayer):
 
 
 class Attention(t5gemma.Attention):
-    """In the decoder, where positions are `Positions`, attention to targets and inputs."""
+    """Attention; in the decoder, which passes `Positions`, to targets and inputs."""
 
     @hk.name_like('__call__')
     def heads(self, x_bTD, name, initializer, num_heads=None):
-        """Return x_bTD projected to heads, and normed unless they are values."""
+        """Return x_bTD projected to heads, normalized unless they are values."""
         x_bThK = super().heads(x_bTD, name, initializer, num_heads)
         if name == 'value':
             return x_bThK
         return self.config.parts.norm(self.config, name=f'{name}_norm')(x_bThK)
 
     def rotated(self, x_bThK, positions):
-        """Return the heads rotated by their places, if they have positions."""
+        """Rotate the heads by their positions in their segments, unless `positions` is None."""
         o = self.config.options
         if positions is None:
             return x_bThK
@@ -116,7 +117,7 @@ class Attention(t5gemma.Attention):
         return rotate(x_bThK, places_bT, o.rope_theta)
 
     def seen(self, mask, positions):
-        """Return mask_b1TM without the keys outside of the window, which the encoder has half on each side."""
+        """Return mask_b1TM without the keys outside of the window; the encoder's has half on each side."""
         if not isinstance(positions, model.Positions) or self.is_full():
             return super().seen(mask, positions)
         window = self.config.options.window
@@ -125,9 +126,9 @@ class Attention(t5gemma.Attention):
         return mask.dense() & is_near_TM[None, None]
 
     def attend(self, q_bThK, k_bkKM, v_bkKM, mask, relpos_1hTM, positions, rows_b):
-        """Return heads_bThK. All inputs are seen, also by layers with a window."""
+        """Return heads_bThK. Even layers with a window see all inputs."""
         if isinstance(positions, Positions):
-            # Several rows may decode one example.
+            # An example may be decoded by several adjacent rows.
             num_decodes = len(k_bkKM) // len(positions.mask_b1TM)
             repeat = functools.partial(jnp.repeat, repeats=num_decodes, axis=0)
             inputs, inputs_mask_b1TM = jax.tree.map(repeat, (positions.inputs, positions.mask_b1TM))
@@ -137,7 +138,7 @@ class Attention(t5gemma.Attention):
             shape = (*mask_b1TM.shape[:3], inputs_mask_b1TM.shape[3])
             masks = [mask_b1TM, jnp.broadcast_to(inputs_mask_b1TM, shape)]
             mask = model.Mask(jnp.concatenate(masks, axis=3))
-            positions = None  # the mask has the window
+            positions = None  # the mask includes the window
         return super().attend(q_bThK, k_bkKM, v_bkKM, mask, relpos_1hTM, positions, rows_b)
 
 

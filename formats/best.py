@@ -19,7 +19,7 @@ from messages import Refused, first_ten
 
 
 class History(NamedTuple):
-    """The values of the metric that a run is judged by."""
+    """The values of a run's `save.best_metric`."""
 
     metric: str  # '' if the run has none
     best_is: str  # 'higher' or 'lower'
@@ -37,14 +37,14 @@ class History(NamedTuple):
         return value
 
     def best_of(self, steps: Iterable[int]) -> int | None:
-        """Return the first of the best of some steps, None if none has a value."""
+        """Return the best of some steps, the first if several are; None if none has a value."""
         best = max(sorted(steps), key=self.rank, default=None)
         if not self.metric or best is None or self.rank(best) == -math.inf:
             return None
         return best
 
     def ends(self, early_stopping: int) -> bool:
-        """Return whether as many evaluations followed the best one. T5X compares consecutive values."""
+        """Return whether `early_stopping` evaluations followed the best one. T5X compares consecutive values."""
         steps = sorted(self.values)
         best = self.best_of(steps)
         num_after_best = len(steps)
@@ -54,7 +54,7 @@ class History(NamedTuple):
 
 
 def history(save: Mapping, lines: Iterable[Mapping]) -> History:
-    """Return the values in lines of metrics.jsonl of the metric that the settings `save` name."""
+    """Return the values, in lines of metrics.jsonl, of the metric that the settings `save` name."""
     metric = save['best_metric']
     values = {}
     for line in lines:
@@ -65,7 +65,7 @@ def history(save: Mapping, lines: Iterable[Mapping]) -> History:
 
 
 def metric_name(run: str, tag: str) -> str:
-    """Return how `save.best_metric` names a tag of metrics.jsonl; T5X's 'eval/' is left out."""
+    """Return the name that `save.best_metric` has for a tag of metrics.jsonl: without T5X's 'eval/'."""
     return f'{run}/{tag.removeprefix("eval/")}'
 
 
@@ -77,9 +77,9 @@ def read_metrics(folder: paths.AnyPath) -> list[dict]:
 def read_lines(
     file: paths.AnyPath, texts: Sequence[str] = (), may_be_cut: bool = False
 ) -> list[dict]:
-    """Return the lines of a file of metrics: each has a step, numbers, and texts under these names.
+    """Return the lines of a file of metrics. Each has a step, numbers, and texts under the names `texts`.
 
-    A file that does not exist has none. With `may_be_cut`, skip a last line that a killed process left
+    A missing file has no lines. With `may_be_cut`, skip a last line that a killed process left
     incomplete.
     """
     if not paths.is_file(file):
@@ -109,7 +109,7 @@ def read_lines(
 
 
 def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
-    """Return the best of the steps of the run in `folder`."""
+    """Return the best of `steps` of the run in `folder`."""
     save = base.get_config().save.to_dict() | settings.read_stored(folder).get('save', {})
     scores = history(save, read_metrics(folder))
     best = scores.best_of(steps)
@@ -122,7 +122,7 @@ def best_step(folder: paths.AnyPath, steps: Sequence[int]) -> int:
 
 
 def check_settings(save: ConfigDict, early_stopping: int, periods: Mapping[str, int]) -> None:
-    """Raise Refused for settings of the best step that do not fit together.
+    """Raise Refused for inconsistent settings of the best step.
 
     `periods`: `every_steps` of the groups eval and infer_eval.
     """

@@ -1,4 +1,4 @@
-"""transformers' Flax weights, flax_model.msgpack, under the names and with the shapes of its safetensors.
+"""transformers' Flax weights, flax_model.msgpack, with the names and shapes of its safetensors.
 
 Source: Flax flax/serialization.py for msgpack's extensions; transformers 4.57 models/t5/modeling_flax_t5.py.
 """
@@ -16,9 +16,9 @@ UNPACK_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # from damage
 
 
 def read_file(file: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file, which is read at once, by transformers' names. Raises Refused."""
+    """Return the arrays of a file by transformers' names. Reads all of it. Raises Refused."""
     try:
-        tree = msgpack.unpackb(file.read_bytes(), object_hook=joined, ext_hook=array_of)
+        tree = msgpack.unpackb(file.read_bytes(), object_hook=join_chunks, ext_hook=array_of)
         return dict(named_arrays('', tree))
     except UNPACK_ERRORS as error:
         raise Refused(f'{file} cannot be read ({error}): copy it again') from error
@@ -29,8 +29,8 @@ def array_of(code: int, payload: bytes) -> np.ndarray:
     return np.frombuffer(content, dtype).reshape(shape)  # jax registers 'bfloat16' with numpy
 
 
-def joined(node: dict) -> dict | np.ndarray:
-    """Return an array that is stored in chunks; another node as it is."""
+def join_chunks(node: dict) -> dict | np.ndarray:
+    """Return the array of a node that stores it in chunks; return another node unchanged."""
     if IS_CHUNKED not in node:
         return node
     chunks = [node['chunks'][str(i)] for i in range(len(node['chunks']))]

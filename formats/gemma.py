@@ -31,13 +31,13 @@ ARCHITECTURES = {
 IMAGES = re.compile(r'(model\.)?(encoder\.)?(vision_tower|multi_modal_projector)\..+')
 PREFIX = re.compile(r'(model\.)?(encoder|decoder)\.(text_model\.)?')
 LM_HEAD = 'lm_head.out_proj'
-# The stack, our name and transformers' of each attention.
+# Stack, our name and transformers' name of each attention.
 ATTENTIONS = (
     ('encoder', 'attention', 'self_attn'),
     ('decoder', 'self_attention', 'self_attn'),
     ('decoder', 'encoder_decoder_attention', 'cross_attn'),
 )
-# Below a layer: our path -> transformers' name.
+# Within a layer: our path -> transformers' name.
 NAMES = {
     'attention/query/kernel': 'attn.q_proj',
     'attention/key/kernel': 'attn.k_proj',
@@ -53,7 +53,7 @@ NAMES = {
     'mlp/post_layer_norm/scale': 'post_feedforward_layernorm',
 }
 LAYER_TYPES = ('sliding_attention', 'full_attention')
-# Of a stack's settings: our option -> transformers' name.
+# Settings of a stack: our option -> transformers' name.
 OPTIONS = {
     'attention_cap': 'attn_logit_softcapping',
     'logits_cap': 'final_logit_softcapping',
@@ -72,17 +72,17 @@ FLAX_NORMS = {
 
 
 def parameter_names(config: model.T5Config, prefix: str = '') -> dict[str, str]:
-    """Return {our path: transformers' name without .weight}, with * for the number of a layer: see names.py."""
+    """Return {our path: transformers' name without .weight}, with * for a layer's number: see names.py."""
     table = {'decoder/logits_dense/kernel': LM_HEAD}
-    for stack, attention, theirs in ATTENTIONS:
+    for stack, attention, attn in ATTENTIONS:
         table[f'{stack}/{stack}_norm/scale'] = f'{prefix}{stack}.norm'
         pre_norm = attention.replace('encoder_decoder', 'cross')
         table[f'{stack}/layers_*/pre_{pre_norm}_layer_norm/scale'] = (
-            f'{prefix}{stack}.layers.*.pre_{theirs}_layernorm'
+            f'{prefix}{stack}.layers.*.pre_{attn}_layernorm'
         )
         for path, name in NAMES.items():
             path = path.replace('attention', attention, 1)
-            name = name.replace('attn', theirs, 1)
+            name = name.replace('attn', attn, 1)
             table[f'{stack}/layers_*/{path}'] = f'{prefix}{stack}.layers.*.{name}'
     tables = {'token_embedder/embedding': 'encoder.embed_tokens'}
     if config.module == T5GEMMA2:
@@ -96,20 +96,20 @@ def parameter_names(config: model.T5Config, prefix: str = '') -> dict[str, str]:
 def read(
     settings: Mapping, entries: Mapping[str, Any], is_encoder: bool, ends: Mapping[str, Any] = {}
 ) -> tuple[model.T5Config, dict[str, Any], str]:
-    """Return the config, the arrays by the names of `parameter_names`, and what is left out, or ''.
+    """Return the config, the arrays by the names of `parameter_names`, and a note on ignored arrays, or ''.
 
-    `settings`: of config.json; `entries`: {transformers' name: array not read yet}; `ends`: see `ends_of`. Raises Refused
+    `settings`: config.json; `entries`: {transformers' name: array not read yet}; `ends`: see `ends_of`. Raises Refused
     if they disagree.
     """
     images = [name for name in entries if IMAGES.fullmatch(name)]
-    stored = {}
+    arrays = {}
     for name in entries.keys() - images:
-        stored[PREFIX.sub(r'\2.', name, count=1)] = entries[name]
-    is_encoder |= not any(name.startswith('decoder.layers.') for name in stored)
+        arrays[PREFIX.sub(r'\2.', name, count=1)] = entries[name]
+    is_encoder |= not any(name.startswith('decoder.layers.') for name in arrays)
     if is_encoder:
-        stored = {name: x for name, x in stored.items() if name.startswith('encoder.')}
+        arrays = {name: x for name, x in arrays.items() if name.startswith('encoder.')}
     is_tied = is_encoder or settings.get('tie_word_embeddings', True)
-    # Tied arrays may be stored again.
+    # Tied arrays may be stored twice.
     table = 'decoder.embed_tokens'
     copies = {}
     if settings['model_type'] == T5GEMMA2:
@@ -119,29 +119,29 @@ def read(
     if is_tied:
         copies[f'{LM_HEAD}.weight'] = f'{table}.weight'
     for copy, original in copies.items():
-        if copy in stored and not np.array_equal(stored.pop(copy).read(), stored[original].read()):
+        if copy in arrays and not np.array_equal(arrays.pop(copy).read(), arrays[original].read()):
             raise Refused(f'{copy} differs from {original}, to which it is tied: remove one')
     note = ''
     if images:
-        note = f'{len(images)} arrays of images, such as {images[0]}, are left out'
-    return _config(settings, stored, is_encoder, is_tied, ends), stored, note
+        note = f'{len(images)} arrays of images, such as {images[0]}, are ignored'
+    return _config(settings, arrays, is_encoder, is_tied, ends), arrays, note
 
 
 def _config(
-    settings: Mapping, stored: Mapping, is_encoder: bool, is_tied: bool, ends: Mapping
+    settings: Mapping, arrays: Mapping, is_encoder: bool, is_tied: bool, ends: Mapping
 ) -> model.T5Config:
-    """Return the T5Config of the arrays and of config.json. Raise Refused if these disagree."""
+    """Return the T5Config of the arrays and of config.json. Raises Refused if these disagree."""
     module = settings['model_type']
     encoder = settings.get('encoder') or {}
     options = dict(ends)
     if module == T5GEMMA2:
         options['eoi_id'] = encoder.get('eoi_token_index', 256_000)
         encoder = encoder.get('text_config') or {}
-    given = {'encoder': encoder}
+    stacks = {'encoder': encoder}
     if not is_encoder:
-        given['decoder'] = settings.get('decoder') or {}
-    # The arrays tell the sizes, and the encoder's settings what both stacks have.
-    sizes = {stack: _sizes(stack, of_stack, stored) for stack, of_stack in given.items()}
+        stacks['decoder'] = settings.get('decoder') or {}
+    # Sizes come from the arrays, and options of both stacks from the encoder's settings.
+    sizes = {stack: _sizes(stack, section, arrays) for stack, section in stacks.items()}
     num_layers = {f'num_{stack}_layers': x.pop('num_layers') for stack, x in sizes.items()}
     main = sizes.get('decoder', sizes['encoder'])
     for name, size in sizes['encoder'].items():
@@ -151,12 +151,12 @@ def _config(
     for option, name in OPTIONS.items():
         if name in encoder:
             options[option] = encoder[name] or 0
-    scalars = {x: of_stack.get('query_pre_attn_scalar', 256) for x, of_stack in given.items()}
-    if scalars != {x: of_stack['head_dim'] for x, of_stack in sizes.items()}:
+    scalars = {x: section.get('query_pre_attn_scalar', 256) for x, section in stacks.items()}
+    if scalars != {stack: x['head_dim'] for stack, x in sizes.items()}:
         options['query_pre_attn_scalar'] = scalars['encoder']
     if LAYER_TYPES[True] in (encoder.get('layer_types') or ()):
         options['full_every'] = encoder['layer_types'].index(LAYER_TYPES[True]) + 1
-    ropes = [_rope(module, of_stack) for of_stack in given.values()]
+    ropes = [_rope(module, section) for section in stacks.values()]
     config = model.T5Config(
         **{'num_decoder_layers': 0, **num_layers},
         **main,
@@ -168,47 +168,47 @@ def _config(
         relpos_bias_per_layer=False,
     )
     config = own_model.as_family(config, module, options | ropes[0])
-    # What else config.json says is what ours would say.
+    # All other settings must equal those that we would write.
     expected = stacks_of(config)
-    for stack, of_stack in given.items():
-        for name in of_stack.keys() & expected[stack].keys() - {'rope_parameters'}:
+    for stack, section in stacks.items():
+        for name in section.keys() & expected[stack].keys() - {'rope_parameters'}:
             value = expected[stack][name]
-            if of_stack[name] != value and not (name == 'layer_types' and of_stack[name] is None):
-                raise Refused(f'{stack}.{name}={of_stack[name]!r}: must be {value!r}')
+            if section[name] != value and not (name == 'layer_types' and section[name] is None):
+                raise Refused(f'{stack}.{name}={section[name]!r}: must be {value!r}')
     if ropes[0] != ropes[-1]:
         raise Refused(f'the stacks have the periods {ropes}: must be equal')
     return config
 
 
 def ends_of(folder: AnyPath, settings: Mapping) -> dict[str, Any]:
-    """Return the options of the special ids around inputs and answers, as the files beside config.json have them."""
-    beside = {}
+    """Return the options of the special ids around inputs and answers, from the files next to config.json."""
+    files = {}
     for name in ('tokenizer', 'generation'):
         file = folder / f'{name}_config.json'
-        beside[name] = paths.read_json(file) if paths.is_file(file) else {}
-    eos = beside['generation'].get('eos_token_id') or settings.get('eos_token_id') or EOS_ID
+        files[name] = paths.read_json(file) if paths.is_file(file) else {}
+    eos = files['generation'].get('eos_token_id') or settings.get('eos_token_id') or EOS_ID
     return {
-        'bos': beside['tokenizer'].get('add_bos_token', True),
-        'eos': beside['tokenizer'].get('add_eos_token', False),
+        'bos': files['tokenizer'].get('add_bos_token', True),
+        'eos': files['tokenizer'].get('add_eos_token', False),
         'more_ends': [i for i in np.atleast_1d(eos).tolist() if i != EOS_ID],
     }
 
 
-def _sizes(stack: str, given: Mapping, stored: Mapping) -> dict[str, Any]:
+def _sizes(stack: str, settings: Mapping, arrays: Mapping) -> dict[str, Any]:
     """Return {our name: size} of a stack."""
-    head_dim = given.get('head_dim', 256)
+    head_dim = settings.get('head_dim', 256)
     check_allowed(f'{stack}.head_dim', head_dim, 256, setting.SIZE)
     table = f'{stack}.embed_tokens.weight'
-    if table not in stored:  # T5Gemma 2 has one
+    if table not in arrays:  # T5Gemma 2 has one table
         table = 'encoder.embed_tokens.weight'
     sources = [table]
     for name in ('self_attn.q_proj', 'self_attn.k_proj', 'mlp.gate_proj'):
         sources.append(f'{stack}.layers.0.{name}.weight')
     for name in sources:
-        if name not in stored:
+        if name not in arrays:
             raise Refused(f'the folder has no {name}: copy it again')
-    (V, D), (num_queries, _), (num_keys, _), (F, _) = [stored[name].shape for name in sources]
-    numbers = {name.split('.')[2] for name in stored if name.startswith(f'{stack}.layers.')}
+    (V, D), (num_queries, _), (num_keys, _), (F, _) = [arrays[name].shape for name in sources]
+    layers = {name.split('.')[2] for name in arrays if name.startswith(f'{stack}.layers.')}
     return {
         'vocab_size': V,
         'emb_dim': D,
@@ -216,35 +216,35 @@ def _sizes(stack: str, given: Mapping, stored: Mapping) -> dict[str, Any]:
         'head_dim': head_dim,
         'num_heads': num_queries // head_dim,
         'num_kv_heads': num_keys // head_dim,
-        'num_layers': len(numbers),
+        'num_layers': len(layers),
     }
 
 
-def _rope(module: str, given: Mapping) -> dict[str, float]:
-    """Return the options of rotary positions, which transformers 4 and 5 write in two forms."""
-    rope = given.get('rope_parameters') or {}
+def _rope(module: str, settings: Mapping) -> dict[str, float]:
+    """Return the options of rotary positions, which transformers 4 and 5 write differently."""
+    rope = settings.get('rope_parameters') or {}
     theta = 'rope_theta'
     options = {}
     if module == T5GEMMA2:
-        full = rope.get('full_attention') or given.get('rope_scaling') or {}
+        full = rope.get('full_attention') or settings.get('rope_scaling') or {}
         kind = full.get('rope_type', 'default')
         check_allowed('rope_type', kind, '', None, ('default', 'linear'))
-        options['full_rope_theta'] = full.get('rope_theta', given.get('rope_theta', 1e6))
+        options['full_rope_theta'] = full.get('rope_theta', settings.get('rope_theta', 1e6))
         options['full_rope_factor'] = full.get('factor', 1.0)
         rope = rope.get('sliding_attention') or {}
         theta = 'rope_local_base_freq'
     check_allowed('rope_type', rope.get('rope_type', 'default'), '', None, ('default',))
-    return options | {'rope_theta': rope.get('rope_theta', given.get(theta, 1e4))}
+    return options | {'rope_theta': rope.get('rope_theta', settings.get(theta, 1e4))}
 
 
 def encoder_alone(
     config: model.T5Config, leaves: Mapping[str, checkpoint.Leaf]
 ) -> tuple[model.T5Config, dict[str, checkpoint.Leaf]]:
-    """Return config and leaves without the decoder. An encoder that had sizes and a table of its own has the only ones."""
+    """Return config and leaves without the decoder. The encoder's sizes and token table become the model's."""
     leaves = dict(leaves)
-    own_table = f'{checkpoint.PARAMETER_PREFIX}encoder/token_embedder/embedding'
-    if own_table in leaves:
-        leaves[own_table.replace('encoder/', '')] = leaves.pop(own_table)
+    table = f'{checkpoint.PARAMETER_PREFIX}encoder/token_embedder/embedding'
+    if table in leaves:
+        leaves[table.replace('encoder/', '')] = leaves.pop(table)
     config = config.family.encoder_config(config)
     return dataclasses.replace(config, num_decoder_layers=0, logits_via_embedding=True), leaves
 
@@ -252,11 +252,11 @@ def encoder_alone(
 def settings_of(config: model.T5Config) -> dict:
     """Return the content of config.json."""
     is_tied = config.logits_via_embedding
-    is_known = config.num_decoder_layers and (is_tied or config.module == T5GEMMA)
-    if config.mlp_activations != ('gelu', 'linear') or not is_known:
+    is_supported = config.num_decoder_layers and (is_tied or config.module == T5GEMMA)
+    if config.mlp_activations != ('gelu', 'linear') or not is_supported:
         raise Refused(
             f'mlp_activations={config.mlp_activations}, num_decoder_layers={config.num_decoder_layers}, '
-            f'logits_via_embedding={is_tied}: transformers has no such {config.module}: use --format=t5x'
+            f'logits_via_embedding={is_tied}: transformers cannot open this {config.module}: use --format=t5x'
         )
     stacks = stacks_of(config)
     settings = {
@@ -274,7 +274,7 @@ def settings_of(config: model.T5Config) -> dict:
             'boi_token_index': eoi_id - 1,
             'model_type': 't5gemma2_encoder',
             'text_config': stacks['encoder'],
-            # transformers makes this in any case.
+            # transformers always makes one.
             'vision_config': {'model_type': 'siglip_vision_model', 'num_hidden_layers': 1},
             **images,
         }
@@ -282,7 +282,7 @@ def settings_of(config: model.T5Config) -> dict:
 
 
 def stacks_of(config: model.T5Config) -> dict[str, dict]:
-    """Return what config.json says about each stack."""
+    """Return the settings in config.json of each stack."""
     stacks = {}
     num_layers = {'encoder': config.num_encoder_layers, 'decoder': config.num_decoder_layers}
     for stack, c in (('encoder', config.family.encoder_config(config)), ('decoder', config)):
@@ -324,9 +324,9 @@ def stacks_of(config: model.T5Config) -> dict[str, dict]:
 def from_flax(
     tree: Mapping, vocab_size: int = 256_000
 ) -> tuple[model.T5Config, dict[str, np.ndarray]]:
-    """Return the config and the parameters of a T5Gemma in google-deepmind/gemma's form, nested dicts of arrays.
+    """Return the config and the parameters of a T5Gemma from google-deepmind/gemma, nested dicts of arrays.
 
-    A token table of the release has 256,128 rows. Those after `vocab_size`, which belong to no token, are left out.
+    A token table of the release has 256,128 rows. Rows after `vocab_size` belong to no token and are dropped.
     """
     entries = {}
     settings: dict[str, Any] = {'model_type': T5GEMMA, 'encoder': {}, 'decoder': {}}
@@ -342,7 +342,7 @@ def from_flax(
         elif names[-1] == 'linear':
             entries[f'{layer}.mlp.down_proj'] = x.T
         elif names[-1] == 'gating_einsum':
-            if x.shape[1] == len(tree[stack]['final_norm']['scale']):  # not so in 9b
+            if x.shape[1] == len(tree[stack]['final_norm']['scale']):  # except in 9b
                 x = x.swapaxes(1, 2)
             entries[f'{layer}.mlp.gate_proj'], entries[f'{layer}.mlp.up_proj'] = x
         elif names[1] == 'attn_vec_einsum':
@@ -358,10 +358,10 @@ def from_flax(
                 name = f'{layer}.{FLAX_ATTENTIONS[names[0]]}.{letter}_proj'
                 entries[name] = x_NHD.reshape(-1, x_NHD.shape[2])
     with_suffix = {f'{name}.weight': x for name, x in entries.items()}
-    config, stored, _ = read(settings, with_suffix, is_encoder=False)
+    config, by_name, _ = read(settings, with_suffix, is_encoder=False)
     paths = inverse(parameter_names(config))
     arrays = {}
-    for name, x in stored.items():
+    for name, x in by_name.items():
         path = translate(name.removesuffix('.weight'), paths)
         arrays[path] = x.T if path.endswith('/kernel') else x
     return config, arrays

@@ -1,9 +1,9 @@
-"""Hugging Face's folders as T5X's tree: safetensors only, no torch, no pickle.
+"""Hugging Face's folders as T5X's tree: safetensors or Flax's msgpack, no torch, no pickle.
 
     config.json, spiece.model               sizes, vocabulary
     model.safetensors                       arrays by name; large models in several files and an index
 
-torch's Linear keeps a kernel transposed; token table and norms have the same shape in both. Source: transformers
+torch's Linear stores kernels transposed; token table and norms have the same shape in both. Source: transformers
 (4.57, 5.24) models/{t5,mt5,umt5,longt5,switch_transformers}.
 """
 
@@ -29,10 +29,10 @@ WEIGHTS = 'model.safetensors'
 WEIGHTS_INDEX = 'model.safetensors.index.json'
 FLAX_WEIGHTS = 'flax_model*.msgpack'  # read in a folder without safetensors
 OTHER_FILES = ('.bin', '.pt', '.pth', '.h5', '.gguf')  # weights that are not read
-OF_FOLDER = ('.json', '.model', '.safetensors', '.msgpack')  # read together with other files
+FOLDER_SUFFIXES = ('.json', '.model', '.safetensors', '.msgpack')  # read together with other files
 SAVE_AGAIN = (
-    'if you trust it, write safetensors from it: load it with transformers (gguf_file=NAME of GGUF; version 4 with '
-    'from_tf=True) or torch.load(FILE, weights_only=True)'
+    'if you trust it, convert it to safetensors: load it with transformers (GGUF with gguf_file=NAME; TensorFlow with '
+    'version 4 and from_tf=True) or torch.load(FILE, weights_only=True)'
 )
 ARCHITECTURES = {
     't5': 'T5ForConditionalGeneration',
@@ -42,8 +42,8 @@ ARCHITECTURES = {
     'switch_transformers': 'SwitchTransformersForConditionalGeneration',
     **gemma.ARCHITECTURES,
 }
-# How the names of their classes begin: models, encoders, classifiers.
-OF_T5 = re.compile('(Long|U?M)?T5|SwitchTransformers')
+# The beginnings of their classes' names: models, encoders, classifiers.
+T5_CLASSES = re.compile('(Long|U?M)?T5|SwitchTransformers')
 
 # config.json: Hugging Face's name of each size -> the field of T5Config.
 SIZES = {
@@ -63,10 +63,10 @@ FIXED_SETTINGS = {
     'decoder_start_token_id': 0,
 }
 
-# Arguments of its `generate` of other names, and what `infer.T5.generate` has instead.
+# Arguments of its `generate` -> their equivalents in `infer.T5.generate`.
 ARGUMENTS_OF_GENERATE = {
     'num_beams': 'use beam_size',
-    'do_sample': 'use temperature, which draws tokens if it is above 0',
+    'do_sample': 'use temperature: above 0, it draws tokens',
     'max_new_tokens': 'use max_length, the tokens of an answer, EOS included',
     'num_return_sequences': 'use num_return',
     'length_penalty': (
@@ -82,14 +82,14 @@ ARGUMENTS_OF_GENERATE = {
     'min_length': 'use min_length, one less, because transformers counts the start token',
     'eos_token_id': 'use stop, with texts',
 }
-# generation_config.json: settings that change no answer; that count in a beam search or if tokens are drawn; and the
-# values that are our defaults, where this is not None, false, 0 or empty.
-NOT_OF_ANSWERS = (
+# generation_config.json: settings that change no answer, that matter only in a beam search, or only in sampling; and our
+# defaults that are not None, false, 0 or empty.
+IRRELEVANT_SETTINGS = (
     r'_.*|transformers_version|bos_token_id|(use|output|return|cache)_.*|.*(assistant|lookbehind).*'
 )
-OF_BEAMS = {'length_penalty', 'early_stopping', 'num_beam_groups', 'diversity_penalty'}
-OF_DRAWING = {'temperature', 'top_k', 'top_p', 'min_p', 'typical_p', 'eta_cutoff', 'epsilon_cutoff'}
-OURS_OF_GENERATION = {
+BEAM_SETTINGS = {'length_penalty', 'early_stopping', 'num_beam_groups', 'diversity_penalty'}
+SAMPLING = {'temperature', 'top_k', 'top_p', 'min_p', 'typical_p', 'eta_cutoff', 'epsilon_cutoff'}
+GENERATION_DEFAULTS = {
     **dict.fromkeys(('max_length', 'max_new_tokens'), 128),
     **dict.fromkeys(('num_beams', 'num_beam_groups', 'num_return_sequences', 'guidance_scale'), 1),
     **dict.fromkeys(('repetition_penalty', 'encoder_repetition_penalty', 'top_p', 'typical_p'), 1),
@@ -99,7 +99,6 @@ OURS_OF_GENERATION = {
     'decoder_start_token_id': 0,
 }
 
-
 # config.json: feed_forward_proj -> mlp_activations, whose first is dense_act_fn; gelu_new is the tanh form.
 FEED_FORWARDS = {
     'relu': ('relu',),
@@ -108,7 +107,6 @@ FEED_FORWARDS = {
 }
 DENSE_ACT_FNS = {'relu': 'relu', 'gelu': 'gelu_new', 'silu': 'silu'}
 
-
 LONG_T5 = 'long_t5'  # the family
 # The option encoder_attention -> encoder_attention_type, and the name of the encoder's attention.
 LONG_T5_ATTENTIONS = {
@@ -116,11 +114,10 @@ LONG_T5_ATTENTIONS = {
     'transient_global': ('transient-global', 'TransientGlobalSelfAttention'),
 }
 
-
 SWITCH = 'switch'  # the family
 CAPACITY_FACTORS = ('train_expert_capacity_factor', 'eval_expert_capacity_factor')
-# config.json of the families: Hugging Face's name -> the option, and the default. The capacity counts the places for
-# a row and expert.
+# config.json of the families: Hugging Face's name -> the option, and the default. expert_capacity counts places per row
+# and expert.
 FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
     LONG_T5: {
         'local_radius': ('local_radius', 127),
@@ -133,12 +130,11 @@ FAMILY_SETTINGS: dict[str, dict[str, tuple[str, float]]] = {
         'router_z_loss_coef': ('router_z_loss_factor', 0.001),
     },
 }
-# The matrix of one expert. Ours has those of all experts, under the name without `expert_N`.
+# The matrix of one expert. Our array stacks all experts, under the name without `expert_N`.
 EXPERT = re.compile(r'(.+\.experts\.)expert_(0|[1-9]\d{0,4})\.(.+)')
 
-
 TOKEN_TABLE = 'shared.weight'
-# A folder has the token table under one of these names, or equal copies.
+# A folder has the token table under one of these names, or equal copies under several.
 TOKEN_TABLES = (TOKEN_TABLE, 'encoder.embed_tokens.weight', 'decoder.embed_tokens.weight')
 LM_HEAD = 'lm_head.weight'
 BIAS_OF_UMT5 = 'encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight'
@@ -155,7 +151,7 @@ DTYPES = {
 
 
 def parameter_names(config: model.T5Config) -> dict[str, str]:
-    """Return {our path: Hugging Face's name without .weight}, with * for the number of a layer: see names.py."""
+    """Return {our path: Hugging Face's name without .weight}, with * for a layer's number: see names.py."""
     if config.module in gemma.ARCHITECTURES:
         return gemma.parameter_names(config, prefix='model.' if config.num_decoder_layers else '')
     table = names_of(config.relpos_bias_per_layer)
@@ -196,7 +192,7 @@ class SafetensorsEntry(NamedTuple):
     stored_dtype: str  # safetensors' name
     transposed: bool = False
     experts: tuple['SafetensorsEntry', ...] = ()  # the matrices of [experts, ...]
-    array: np.ndarray | None = None  # Flax's, which is read already
+    array: np.ndarray | None = None  # Flax's, already read
 
     def read(self) -> np.ndarray:
         """Return the array in its `dtype`, with its shape in our tree."""
@@ -227,8 +223,8 @@ def stacked(experts: Sequence[SafetensorsEntry]) -> SafetensorsEntry:
 class StoredArrays(NamedTuple):
     """The arrays of a folder by Hugging Face's names.
 
-    The token table is there once, as shared.weight. `lm_head.weight` is that same entry where `has_own_lm_head`
-    is False: where the folder has no lm_head, or an equal one.
+    The token table appears once, as shared.weight. If `has_own_lm_head` is False, because the folder has no lm_head or
+    an equal one, `lm_head.weight` is the same entry.
     """
 
     entries: dict[str, SafetensorsEntry]
@@ -250,24 +246,24 @@ def is_folder(folder: paths.AnyPath) -> bool:
 
 
 def is_single_file(file: paths.AnyPath) -> bool:
-    """Return whether `file` has all weights of a model, and no config.json beside it."""
+    """Return whether `file` is safetensors without a config.json in its folder."""
     if file.suffix != '.safetensors' or not paths.is_file(file):
         return False
     return not paths.is_file(file.parent / 'config.json')
 
 
 def check_file(file: paths.AnyPath, is_adapter: bool) -> None:
-    """Raise Refused if `file` is one of a folder, or has weights that are not read."""
+    """Raise Refused if `file` belongs to a folder, or has weights in a format that is not read."""
     remedy = SAVE_AGAIN if file.suffix in OTHER_FILES else ''
-    is_of_folder = file.suffix in OF_FOLDER and is_folder(file.parent)
-    if is_adapter or (is_of_folder and not is_single_file(file)):
+    in_folder = file.suffix in FOLDER_SUFFIXES and is_folder(file.parent)
+    if is_adapter or (in_folder and not is_single_file(file)):
         remedy = f'name its folder, {file.parent}'
     if remedy:
         raise Refused(f'{file} is not read: {remedy}')
 
 
 def on_disk(folder: paths.AnyPath) -> Path:
-    """Return `folder`, from which safetensors can be read."""
+    """Return `folder`. Raises Refused if it is not on a disk."""
     if not isinstance(folder, Path):
         raise Refused(f'{folder}: safetensors are read from a disk only: copy the folder')
     return folder
@@ -276,19 +272,19 @@ def on_disk(folder: paths.AnyPath) -> Path:
 def read_index(
     folder: str | paths.AnyPath, is_encoder: bool = False
 ) -> tuple[model.T5Config, dict[str, SafetensorsEntry], str]:
-    """Return what a folder has, without its arrays; read only headers and copies of the token table.
+    """Return the config, dtype float32, {'target/' + our path: entry}, and an assumption to report, or ''.
 
-    It is the config, dtype float32, {'target/' + our path: entry}, and an assumption to report, or ''. With
-    `is_encoder`, or without a decoder, the config has no decoder layers. The caller compares paths and shapes.
+    Reads only headers and copies of the token table. With `is_encoder`, or without a decoder, the config has no decoder
+    layers. The caller compares paths and shapes.
     """
     folder = on_disk(paths.to_path(folder))
     config_file = folder / 'config.json'
     settings = paths.read_json(config_file)
     model_type = str(settings.get('model_type'))
-    if model_type not in ARCHITECTURES:  # first: other models have other arrays
+    if model_type not in ARCHITECTURES:  # before the arrays, which other models have differently
         raise Refused(f'{config_file}: model_type={model_type}: use {", ".join(ARCHITECTURES)}')
     for name in settings.get('architectures') or ():
-        if not OF_T5.match(name):  # Chronos-Bolt, whose inputs are patches of a series
+        if not T5_CLASSES.match(name):  # such as Chronos-Bolt, whose inputs are patches of a series
             raise Refused(
                 f'{config_file}: architectures={name}: not a {model_type}, such as {ARCHITECTURES[model_type]}: use the '
                 'program that wrote it'
@@ -300,12 +296,12 @@ def read_index(
             check_array(entry)
         with named(str(config_file)):
             ends = gemma.ends_of(folder, settings)
-            config, stored, note = gemma.read(settings, entries, is_encoder, ends)
-        notes = [note] if note else []
+            config, by_name, note = gemma.read(settings, entries, is_encoder, ends)
+        notes = [note]
         if config.num_decoder_layers:
             notes += _notes_of_generation(folder, settings, {'eos_token_id'})
-        targets = _by_path(folder, stored, gemma.parameter_names(config))
-        return config, targets, '; '.join(notes)
+        targets = _by_path(folder, by_name, gemma.parameter_names(config))
+        return config, targets, '; '.join(filter(None, notes))
     arrays = _read_headers(folder, files)
     if is_encoder or not settings.get('is_encoder_decoder', True) or not arrays.has_decoder:
         entries = {}
@@ -318,14 +314,14 @@ def read_index(
     notes = []
     if config.num_decoder_layers:
         notes += _notes_of_generation(folder, settings)
-    stored = dict(arrays.entries)
+    entries = dict(arrays.entries)
     if config.logits_via_embedding:
-        stored.pop(LM_HEAD, None)
-    targets = _by_path(folder, stored, parameter_names(config))
+        entries.pop(LM_HEAD, None)
+    targets = _by_path(folder, entries, parameter_names(config))
     if not (config.logits_via_embedding or arrays.has_own_lm_head):
         notes.append(
-            f'{folder} has no {LM_HEAD} of its own: its logits are those of the token table, not divided by '
-            'sqrt(d_model), as transformers 5 has them'
+            f'{folder} has no {LM_HEAD} of its own: its logits come from the token table, not divided by '
+            'sqrt(d_model), as in transformers 5'
         )
     return config, targets, '; '.join(notes)
 
@@ -340,51 +336,51 @@ def read_single_file(file: paths.AnyPath) -> dict[str, SafetensorsEntry]:
 
 
 def _by_path(
-    folder: Path, stored: Mapping[str, SafetensorsEntry], names: Mapping[str, str]
+    folder: Path, entries: Mapping[str, SafetensorsEntry], names: Mapping[str, str]
 ) -> dict[str, SafetensorsEntry]:
-    """Return {'target/' + our path: entry} of the arrays, whose `names` are {our path: Hugging Face's}."""
+    """Return {'target/' + our path: entry} of the arrays. `names`: {our path: Hugging Face's name}."""
     paths_of_names = inverse(names)
     by_path = {}
     unknown = []
-    for name, entry in stored.items():
+    for name, entry in entries.items():
         path = translate(name.removesuffix('.weight'), paths_of_names)
         by_path[f'target/{path}'] = entry.T if is_transposed(path) else entry
         if not path:
             unknown.append(name)
     if unknown:
-        raise Refused(f'{folder} has arrays that its model has not: {first_ten(sorted(unknown))}')
+        raise Refused(f'{folder} has arrays that its model lacks: {first_ten(sorted(unknown))}')
     return by_path
 
 
-def _notes_of_generation(folder: Path, config: Mapping, read: Set[str] = frozenset()) -> list[str]:
-    """Name the settings of generation_config.json, but those that are `read`, that give other answers than our defaults."""
+def _notes_of_generation(folder: Path, config: Mapping, skip: Set[str] = frozenset()) -> list[str]:
+    """Name the settings of generation_config.json, without those in `skip`, that change our default answers."""
     file = folder / 'generation_config.json'
     if not paths.is_file(file):
         return []
     settings = paths.read_json(file)
-    ignored = set(read)
+    ignored = set(skip)
     if settings.get('num_beams') in (None, 1):
-        ignored |= OF_BEAMS
+        ignored |= BEAM_SETTINGS
     if settings.get('do_sample'):
         settings = {'temperature': 1.0, 'top_k': 50, **settings}  # its defaults
     else:
-        ignored |= OF_DRAWING
+        ignored |= SAMPLING
     if settings.get('max_new_tokens'):
         ignored.add('max_length')
     differences = []
     for name, value in settings.items():
-        ours = OURS_OF_GENERATION.get(name, False)
+        default = GENERATION_DEFAULTS.get(name, False)
         if name.endswith('_token_id'):
-            ours = config.get(name) or ours
-        is_same = value in (None, [], {}, ours, [ours])
-        if not (is_same or name in ignored or re.fullmatch(NOT_OF_ANSWERS, name)):
-            same = f'use {name}' if name in OPTIONS else 'not supported'
-            remedy = ARGUMENTS_OF_GENERATE.get(name, same)
+            default = config.get(name) or default
+        is_same = value in (None, [], {}, default, [default])
+        if not (is_same or name in ignored or re.fullmatch(IRRELEVANT_SETTINGS, name)):
+            remedy = f'use {name}' if name in OPTIONS else 'not supported'
+            remedy = ARGUMENTS_OF_GENERATE.get(name, remedy)
             differences.append(f'{name}={json.dumps(value):.40} ({remedy})')
     if not differences:
         return []
     return [
-        f'{file} is not read; its answers need, in generate or below config.decode: {first_ten(differences, "; ")}'
+        f'{file} is not read; for its answers, set in generate or in config.decode: {first_ten(differences, "; ")}'
     ]
 
 
@@ -393,7 +389,7 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     for name, value in FIXED_SETTINGS.items():
         if settings.get(name) not in (None, value):
             raise Refused(f'{name}={settings[name]}: must be {value}')
-    sizes: dict = {ours: settings.get(theirs) for theirs, ours in SIZES.items()}
+    sizes: dict = {field: settings.get(name) for name, field in SIZES.items()}
     if sizes['num_decoder_layers'] is None or not arrays.has_decoder:
         sizes['num_decoder_layers'] = sizes['num_encoder_layers']
     if not arrays.has_decoder:
@@ -421,11 +417,11 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
     if family is None:
         return config
     options = {}
-    for name, (option, missing) in FAMILY_SETTINGS[family].items():
-        options[option] = settings.get(name, missing)
+    for name, (option, default_value) in FAMILY_SETTINGS[family].items():
+        options[option] = settings.get(name, default_value)
     if family == LONG_T5:
         kind = str(settings.get('encoder_attention_type', 'local'))
-        kinds = {theirs: ours for ours, (theirs, _) in LONG_T5_ATTENTIONS.items()}
+        kinds = {name: option for option, (name, _) in LONG_T5_ATTENTIONS.items()}
         if kind not in kinds:
             raise Refused(f'encoder_attention_type={kind}: use one of {", ".join(kinds)}')
         options['encoder_attention'] = kinds[kind]
@@ -436,28 +432,28 @@ def _config(settings: Mapping, arrays: StoredArrays) -> model.T5Config:
 
 
 def _sparse_step(settings: Mapping, config: model.T5Config) -> int:
-    """Return how many layers have one with experts."""
+    """Return the sparse_step of both stacks."""
     step = settings.get('encoder_sparse_step')
-    other = settings.get('decoder_sparse_step') if config.num_decoder_layers else step
+    decoder_step = settings.get('decoder_sparse_step') if config.num_decoder_layers else step
     num_layers = min(config.num_encoder_layers, config.num_decoder_layers or 2)
-    # We put the experts into the last layer of a step, transformers into the second: the same for steps of 1 and 2.
-    if step not in (1, 2) or other != step or step > num_layers:
+    # Our experts are in the last layer of a step, transformers' in the second: the same for steps of 1 and 2.
+    if step not in (1, 2) or decoder_step != step or step > num_layers:
         raise Refused(
-            f'encoder_sparse_step={step}, decoder_sparse_step={other}: must be 1, or 2, in both stacks'
+            f'encoder_sparse_step={step}, decoder_sparse_step={decoder_step}: must be 1, or 2, in both stacks'
         )
     return int(step)
 
 
 def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
-    """Return whether the logits are those of the token table, divided by sqrt(emb_dim).
+    """Return whether the logits come from the token table, divided by sqrt(emb_dim).
 
-    An lm_head of its own decides before the settings do, because transformers 5 writes tie_word_embeddings=true
-    for every model. Its T5 and umT5 have scale_decoder_outputs beside it.
+    An lm_head of its own overrides the settings, because transformers 5 writes tie_word_embeddings=true for every model.
+    Its T5 and umT5 also have scale_decoder_outputs.
     """
     is_tied = not has_own_lm_head and settings.get('tie_word_embeddings', True)
     is_rescaled = bool(settings.get('scale_decoder_outputs', is_tied))
     if is_rescaled and (has_own_lm_head or settings['model_type'] == 'mt5'):
-        # Of such an mt5 transformers 4 divides the logits, transformers 5 does not.
+        # transformers 4 divides the logits of such an mt5, transformers 5 does not.
         remedy = 'set tie_word_embeddings=false to load it as transformers 5 does'
         if has_own_lm_head:
             remedy = 'multiply lm_head by 1/sqrt(d_model), and set scale_decoder_outputs=false'
@@ -466,7 +462,7 @@ def _is_tied(settings: Mapping, has_own_lm_head: bool) -> bool:
 
 
 def _read_headers(folder: Path, files: Sequence[Path]) -> StoredArrays:
-    """Return the arrays that the headers of the folder's files name."""
+    """Return the arrays in the headers of the folder's files."""
     entries = _read_entries(files)
     others = sorted(name for name in entries if not T5_NAMES.fullmatch(name))
     if others:
@@ -502,48 +498,48 @@ def _read_entries(files: Sequence[Path]) -> dict[str, SafetensorsEntry]:
 
 
 def read_header(file: Path) -> dict[str, SafetensorsEntry]:
-    """Return the arrays that the header of a file names, of any dtype: see `check_array`."""
+    """Return the arrays in the header of a file. `check_array` checks their dtypes."""
     entries = {}
     if file.suffix == '.msgpack':
         stored_names = {str(dtype): name for name, dtype in DTYPES.items()}
         for name, x in flax.read_file(file).items():
-            stored = stored_names.get(str(x.dtype), str(x.dtype))
-            entries[name] = SafetensorsEntry(file, name, x.shape, x.dtype, stored, array=x)
+            stored_dtype = stored_names.get(str(x.dtype), str(x.dtype))
+            entries[name] = SafetensorsEntry(file, name, x.shape, x.dtype, stored_dtype, array=x)
         return entries
     try:
         with safetensors.safe_open(file, framework='numpy') as arrays:
             for name in arrays.keys():
                 header = arrays.get_slice(name)
-                stored = header.get_dtype()
-                dtype = DTYPES.get(stored, DTYPES['F32'])
+                stored_dtype = header.get_dtype()
+                dtype = DTYPES.get(stored_dtype, DTYPES['F32'])
                 shape = tuple(header.get_shape())
-                entries[name] = SafetensorsEntry(file, name, shape, dtype, stored_dtype=stored)
+                entries[name] = SafetensorsEntry(file, name, shape, dtype, stored_dtype)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise Refused(f'{file} cannot be read ({error}): copy it again') from error
     return entries
 
 
 def check_array(entry: SafetensorsEntry) -> None:
-    """Raise Refused for an array of a dtype that is not read."""
+    """Raise Refused for an array of a dtype that is not supported."""
     if entry.stored_dtype not in DTYPES:
-        found = f'{entry.file}: {entry.name} is {entry.stored_dtype}'
-        raise Refused(f'{found}: save it as one of {", ".join(DTYPES)}')
+        fault = f'{entry.file}: {entry.name} is {entry.stored_dtype}'
+        raise Refused(f'{fault}: save it as one of {", ".join(DTYPES)}')
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder."""
+    """Return the files of a folder's weights."""
     if is_single_file(folder):
         return [paths.own_file(folder)]
-    if paths.is_file(folder / WEIGHTS):  # first, as transformers has it
+    if paths.is_file(folder / WEIGHTS):  # first, as in transformers
         return [paths.own_file(folder / WEIGHTS)]
     if paths.is_file(folder / WEIGHTS_INDEX):
         weight_map = paths.read_json(folder / WEIGHTS_INDEX)['weight_map']
         return [paths.own_file(folder / name) for name in sorted({*weight_map.values()})]
-    of_flax = sorted(folder.glob(FLAX_WEIGHTS))
-    if of_flax:
-        return [paths.own_file(file) for file in of_flax]
+    flax_files = sorted(folder.glob(FLAX_WEIGHTS))
+    if flax_files:
+        return [paths.own_file(file) for file in flax_files]
     raise Refused(
-        f'{folder} has no {WEIGHTS}: copy it, or rename a variant of it; other files are not read: {SAVE_AGAIN}'
+        f'{folder} has no {WEIGHTS}: copy it, or give a variant this name; other files are not read: {SAVE_AGAIN}'
     )
 
 
@@ -552,7 +548,7 @@ def _are_equal(a: SafetensorsEntry, b: SafetensorsEntry) -> bool:
 
 
 def transpose(x: np.ndarray) -> np.ndarray:
-    """Return a transposed copy. Copies 16 rows at a time, because numpy's own way is five times slower."""
+    """Return a transposed copy, made 16 rows at a time: five times faster than numpy's."""
     y = np.empty(x.shape[::-1], x.dtype)
     for i in range(0, len(x), 16):
         y[:, i : i + 16] = x[i : i + 16].T

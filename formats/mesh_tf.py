@@ -1,11 +1,11 @@
 """Mesh-TensorFlow's checkpoints (TensorBundle) as T5X's tree, read with numpy alone.
 
     model.ckpt-1000000.index                sorted table: name -> dtype, shape, position, checksum
-    model.ckpt-1000000.data-00001-of-00002  arrays one behind the other, little-endian, C order
+    model.ckpt-1000000.data-00001-of-00002  arrays one after another, little-endian, C order
     checkpoint                              text that names the newest prefix
 
-Each block of the table and each array has a checksum. Source: T5X t5x/checkpoint_importer.py; TensorFlow core/util/tensor_bundle,
-core/protobuf/tensor_bundle.proto; LevelDB doc/table_format.md.
+Each block of the table and each array has a checksum. Source: T5X t5x/checkpoint_importer.py; TensorFlow
+core/util/tensor_bundle, core/protobuf/tensor_bundle.proto; LevelDB doc/table_format.md.
 """
 
 import importlib
@@ -23,8 +23,8 @@ import paths
 from formats.names import inverse, names_of, translate
 from messages import Refused, first_ten
 
-# What turns Mesh-TF's names into those of transformers, in this order: a pattern, and what replaces it.
-RENAMED = (
+# Mesh-TF's names -> transformers': patterns and their replacements, applied in this order.
+REPLACEMENTS = (
     (r'^shared/embedding$', 'shared'),
     (r'^decoder/logits/kernel$', 'lm_head'),
     (r'^(encoder|decoder)/rms_norm/', r'\1/final_layer_norm/'),
@@ -39,7 +39,6 @@ TENSORFLOW_DTYPES = {1: np.float32, 3: np.int32, 9: np.int64, 14: ml_dtypes.bflo
 
 # A LevelDB table: blocks, each with a trailer (compression, checksum), and a footer that ends with the magic.
 SNAPPY = 1
-TRAILER_BYTES = 5
 FOOTER_BYTES = 48
 MAGIC = 0xDB4775248B80FB57.to_bytes(8, 'little')
 
@@ -70,10 +69,10 @@ class BundleEntry:
 
 
 def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
-    """Return the prefix of the Mesh-TF checkpoint that `path` names; None where it names none.
+    """Return the prefix of the Mesh-TF checkpoint that `path` names; None if there is none.
 
-    `path` is a prefix such as `.../model.ckpt-1000000`, one of the checkpoint's files, or a folder, which means the
-    prefix that its file `checkpoint` names, else its only one.
+    `path` is a prefix such as `.../model.ckpt-1000000`, one of the checkpoint's files, or a folder, for the prefix that
+    the folder's file `checkpoint` names, or else its only prefix.
     """
     path = paths.to_path(path)
     if path.name and paths.is_file(_index_file(path)):
@@ -84,9 +83,9 @@ def find_prefix(path: paths.AnyPath) -> paths.AnyPath | None:
     if paths.is_file(path / 'checkpoint'):
         with paths.own_file(path / 'checkpoint').open('rb') as stream:
             content = stream.read(4096)
-        # Only the last part of the path counts: the others say where the files once were.
-        named = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
-        return path / os.fsdecode(named[1]) if named else None  # else it is T5X's file of this name
+        # Only the last part of the path counts: the others tell where the files were written. T5X's file has none.
+        prefix = re.match(rb'model_checkpoint_path: *"(?:[^"]*/)?([^"/]+)"', content)
+        return path / os.fsdecode(prefix[1]) if prefix else None
     indices = [file for file in sorted(paths.list_folder(path)) if file.suffix == '.index']
     if len(indices) > 1:
         raise Refused(
@@ -100,13 +99,13 @@ def _index_file(prefix: paths.AnyPath) -> paths.AnyPath:
 
 
 def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
-    """Return {T5X's path: leaf} of the checkpoint `prefix`. No parameter is read.
+    """Return {T5X's path: leaf} of the checkpoint `prefix`, without reading parameters.
 
-    Arrays are `state/step`, int32, and T5X's placeholders, float32 zeros of shape [1], for the slots that a
-    parameter lacks.
+    Only `state/step`, int32, and placeholders are arrays: for the slots that a parameter lacks, T5X has float32 zeros of
+    shape [1].
     """
     index: dict[str, BundleEntry | np.ndarray] = {}
-    faults = []
+    unknown = []
     entries = read_bundle_index(prefix)
     biases = [name for name in entries if name.endswith('relative_attention_bias')]
     is_per_layer = not all('/block_000/' in name for name in biases)
@@ -116,7 +115,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if name == 'global_step':
             index['state/step'] = entry.read().astype(np.int32)
         elif not path or path in index:
-            faults.append(name)
+            unknown.append(name)
         else:
             index[path] = entry
 
@@ -127,7 +126,7 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
         if not path.startswith('target/') or not slots:
             continue
         # Differs from T5X's importer, which copies vr to v_row. Mesh-TF's vr is the mean over the first of the
-        # largest dimensions, T5X's v_row the mean over the last: they are the same, but swapped for a square matrix.
+        # largest dimensions, T5X's v_row the mean over the last. They agree, except for square matrices: swapped.
         shape = index[path].shape
         if slots == ['v_row', 'v_col'] and len(shape) == 2 and shape[0] == shape[1]:
             row = index[f'{state}/v_row']
@@ -135,15 +134,15 @@ def read_index(prefix: paths.AnyPath) -> dict[str, BundleEntry | np.ndarray]:
             index[f'{state}/v_col'] = row
         for slot in ('m', 'v', 'v_row', 'v_col'):
             index.setdefault(f'{state}/{slot}', np.zeros(1, np.float32))
-    if faults:
-        raise Refused(f'{prefix} is not of a T5 1.0 or 1.1, by {first_ten(faults)}')
+    if unknown:
+        raise Refused(f'{prefix} is not a T5 1.0 or 1.1: it has {first_ten(unknown)}')
     return index
 
 
 def _t5x_path(variable: str, names: Mapping[str, str]) -> str:
     """Return T5X's path of a variable of Mesh-TF; '' if T5X has none. `names`: {transformers' name: T5X's path}."""
     name, is_slot, slot = variable.partition('_slot_')
-    for pattern, replacement in RENAMED:
+    for pattern, replacement in REPLACEMENTS:
         name = re.sub(pattern, replacement, name)
     path = translate(name, names)
     if path and not is_slot:
@@ -212,7 +211,7 @@ def _read_message(content: bytes) -> dict[int, list]:
 
 
 def _field(fields: dict[int, list], number: int, default: Any = 0) -> Any:
-    """Return the last value of a field; `default` where it is not stored."""
+    """Return the last value of a field; `default` if it is not stored."""
     return fields.get(number, [default])[-1]
 
 
@@ -220,7 +219,7 @@ def _field(fields: dict[int, list], number: int, default: Any = 0) -> Any:
 
 
 class Block(NamedTuple):
-    """Where a block lies in the file, without its trailer."""
+    """The position of a block in the file, without its trailer."""
 
     start: int
     size: int
@@ -232,7 +231,7 @@ def _read_table(content: bytes) -> dict[bytes, bytes]:
     if footer_start < 0 or not content.endswith(MAGIC):
         raise Refused('it does not end with the magic of a TensorFlow index')
     footer = Cursor(content, footer_start)
-    footer.block()  # of metadata, which TensorFlow leaves empty
+    footer.block()  # metadata, empty in TensorFlow
     table: dict[bytes, bytes] = {}
     for _, value in _read_block(content, footer.block()):
         table.update(_read_block(content, Cursor(value).block()))
@@ -240,18 +239,17 @@ def _read_table(content: bytes) -> dict[bytes, bytes]:
 
 
 def _read_block(content: bytes, block: Block) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key, value). A key stores how many bytes it shares with the key before it, and the rest."""
+    """Yield (key, value). A stored key is the number of bytes that it shares with the previous key, and the rest."""
     cursor = Cursor(content, block.start)
-    stored = cursor.take(block.size)
+    body = cursor.take(block.size)
     compression = cursor.take(1)
     crc32c = int.from_bytes(cursor.take(4), 'little')
-    if _masked_crc32c(stored + compression) != crc32c:
+    if _masked_crc32c(body + compression) != crc32c:
         raise Refused(f'the block at byte {block.start} has changed (crc32c)')
-    body = stored
     if compression[0] == SNAPPY:  # as in T5X's own test data
-        size = Cursor(stored).varint()
-        body = importlib.import_module('pyarrow').decompress(stored, size, 'snappy', asbytes=True)
-    # After the entries come the positions where a search may start, and their number. We read all in order.
+        size = Cursor(body).varint()
+        body = importlib.import_module('pyarrow').decompress(body, size, 'snappy', asbytes=True)
+    # Restart positions for searches, and their number, follow the entries. We read all entries in order.
     num_restarts = int.from_bytes(body[-4:], 'little')
     entries = Cursor(Cursor(body).take(len(body) - 4 * (num_restarts + 1)))
     key = b''
@@ -294,6 +292,6 @@ class Cursor:
 
 
 def _masked_crc32c(content: bytes | np.ndarray) -> int:
-    """Return the checksum, rotated and shifted by a constant, because data may hold checksums itself."""
+    """Return the checksum, rotated and shifted by a constant, because data may itself contain checksums."""
     crc32c = google_crc32c.value(content)
     return ((crc32c >> 15 | crc32c << 17) + 0xA282EAD8) % 2**32

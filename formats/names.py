@@ -1,14 +1,14 @@
-"""The names of T5's parameters in three programs, as a table from which reading and writing come.
+"""The names of T5's parameters in three programs: one table for reading and writing.
 
 decoder/layers_3/mlp/wo/kernel                          T5X's path, and ours
 decoder.block.3.layer.2.DenseReluDense.wo               transformers' name, without .weight
-decoder/block_003/layer_002/DenseReluDense/wo/kernel    Mesh-TF's, which transformers writes with points
+decoder/block_003/layer_002/DenseReluDense/wo/kernel    Mesh-TF's name
 """
 
 import re
 from collections.abc import Mapping
 
-# {our path: transformers' name} of umT5, whose layers have a bias each; * stands for the number of a layer.
+# {our path: transformers' name} of umT5, which has a bias in each layer; * is the number of a layer.
 NAMES = {
     'token_embedder/embedding': 'shared',
     'encoder/layers_*/pre_attention_layer_norm/scale': 'encoder.block.*.layer.0.layer_norm',
@@ -46,7 +46,7 @@ LAYER = re.compile(r'(/layers_|\.block\.|\.layers\.)(0|[1-9]\d{0,4})(?=[/.])')
 
 
 def names_of(is_per_layer: bool) -> dict[str, str]:
-    """Return NAMES, or with `is_per_layer` False those of a model whose layers share a relative position bias."""
+    """Return NAMES; unless `is_per_layer`, for a model whose layers share a relative position bias."""
     names = dict(NAMES)
     if not is_per_layer:
         for stack in ('encoder', 'decoder'):
@@ -61,7 +61,7 @@ def inverse(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def translate(name: str, names: Mapping[str, str]) -> str:
-    """Return the name that `names`, a table such as NAMES or its inverse, has for `name`, or else ''."""
+    """Return the entry for `name` in `names`, a table such as NAMES or its inverse, or else ''."""
     layer = LAYER.search(name)
     if name in names or layer is None:
         return names.get(name, '')

@@ -1,4 +1,4 @@
-"""Checkpoints of any format: detect which one it is, open it.
+"""Detect the format of a checkpoint, and open it.
 
 Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 """
@@ -24,16 +24,15 @@ from model import T5Config
 from randomness import digest
 from run import hub
 
-# Uses of a checkpoint: a model that decodes, its encoder alone, or whatever it holds.
+# Parts of a checkpoint to open: a model with a decoder, its encoder alone, or everything.
 PARTS = ('whole', 'encoder', '')
 # The paths of a decoder's arrays, and the names of their files.
 DECODER = r'(target|state[./]param_states)[./]decoder[./].+'
-# The names of the files that foreign models are read from; results may lie beside them.
+# The names of foreign models' files; results may be in the same folder.
 MODEL_FILE = re.compile(
     r'(?!.+-encodings-\d).+\.(safetensors|model|index|index\.json|data-.+)|checkpoint|'
     r'(.+_)?(config|map|modules|tokens|tokenizer)\.json'
 )
-
 
 Config = TypeVar('Config', bound=T5Config | None)
 
@@ -41,14 +40,14 @@ Config = TypeVar('Config', bound=T5Config | None)
 class OpenedCheckpoint(NamedTuple, Generic[Config]):
     """A checkpoint whose large arrays are not read yet."""
 
-    directory: paths.AnyPath  # a folder, or a prefix of Mesh-TF's if the user named that
+    directory: paths.AnyPath  # a folder, or Mesh-TF's prefix if the user named one
     leaves: dict[str, Leaf]  # by T5X's path
-    config: Config  # None unless known: for Hugging Face's files and merged adapters
+    config: Config  # known for Hugging Face's files and merged adapters; None for others
     note: str = ''  # an assumption to report, in one line, or ''
-    is_assumed: bool = False  # whether `note` names settings that the shapes do not tell
+    is_assumed: bool = False  # whether `note` names settings that shapes cannot tell
 
 
-OpenedModel = OpenedCheckpoint[T5Config]  # its parameters are those of the config
+OpenedModel = OpenedCheckpoint[T5Config]  # its parameters match the config
 
 
 def open_model(
@@ -57,10 +56,10 @@ def open_model(
     step: str = '',
     part: str = 'whole',
 ) -> OpenedModel:
-    """Open the checkpoint that `open_checkpoint` opens as a model of `config`.
+    """Open a checkpoint, as `open_checkpoint` does, as a model of `config`.
 
     Without `config`, use the checkpoint's own config, or else derive one from the shapes. An encoder alone has no
-    decoder layers. The parameters are those of the config.
+    decoder layers. The parameters match the config.
     """
     opened = open_checkpoint(path, step, part)
     directory = opened.directory
@@ -78,7 +77,7 @@ def open_model(
             if config.options is not None:
                 assumed += f', options={config.options}'
             note = (
-                f'{directory} has no config, so {assumed} is assumed: name others with config=dataclasses.replace('
+                f'{directory} has no config, so {assumed} is assumed: set others with config=dataclasses.replace('
                 "t5.config, mlp_activations=('silu', 'linear')), or in --mode=infer with --config=FILE"
             )
     else:
@@ -94,13 +93,12 @@ def open_model(
 
 
 def compare(
-    expected: checkpoint.Shapes, found: checkpoint.Shapes, name: str = 'the checkpoint'
+    expected: checkpoint.Shapes, actual: checkpoint.Shapes, name: str = 'the checkpoint'
 ) -> None:
-    """Raise Refused unless a checkpoint's shapes, `found`, are the model's, `expected`."""
+    """Raise Refused unless a checkpoint's shapes, `actual`, are the model's, `expected`."""
     differences = []
-    paths_in_order = sorted(expected | found, key=lambda x: (not checkpoint.is_parameter(x), x))
-    for path in paths_in_order:
-        shape = found.get(path, 'missing')
+    for path in sorted(expected | actual, key=lambda x: (not checkpoint.is_parameter(x), x)):
+        shape = actual.get(path, 'missing')
         if shape != expected.get(path, 'there'):
             differences.append(f'{path} is {shape}, not {expected.get(path, "there")}')
     if differences:
@@ -112,15 +110,15 @@ def open_checkpoint(
 ) -> OpenedCheckpoint:
     """Open a workdir, a checkpoint of any format, or T5X's index file in one.
 
-    `step` names the checkpoint of a workdir: 'best', a number, or 'last', which is the default. Adapters are
-    merged into their base, also those of peft. `part` is one of PARTS: of 'encoder' no file of the decoder is
-    read; 'whole' refuses an encoder alone.
+    `step` names the checkpoint of a workdir: 'best', a number, or 'last', the default. Adapters, including peft's, are
+    merged into their base. `part` is one of PARTS: 'encoder' reads no file of the decoder; 'whole' refuses an encoder
+    alone.
     """
     directory = checkpoint_folder(path, step)
     if paths.is_file(directory):
         hugging_face.check_file(directory, is_adapter=directory.name in peft.FILES)
         if directory.suffix != '.safetensors':
-            # The other parts are beside the target of the user's link.
+            # The other files are in the folder of the link's target.
             directory = directory.resolve()
     leaves: dict[str, Leaf] = {}
     if peft.is_folder(directory):
@@ -169,8 +167,8 @@ def checkpoint_folder(path: str | paths.AnyPath, step: str = '') -> paths.AnyPat
 def identity(directory: paths.AnyPath) -> str:
     """Return a hash that changes if another model is written to `directory`, or to the base of its adapters.
 
-    It is of the manifest of a checkpoint of ours, of the commit of a model on the hub, else of the names, sizes and
-    times of the model's files.
+    It covers the manifest of our own checkpoints, the commit of a model on the hub, or else the names, sizes and times
+    of the model's files.
     """
     facts: list[object] = []
     files = []
@@ -183,7 +181,7 @@ def identity(directory: paths.AnyPath) -> str:
         if not any(file.suffix == '.safetensors' for file in files):
             files += directory.glob(hugging_face.FLAX_WEIGHTS)
         files += directory.glob('target.*/*')
-        if paths.is_file(directory / 'modules.json'):  # of sentence-transformers
+        if paths.is_file(directory / 'modules.json'):  # sentence-transformers'
             files += directory.glob('[0-9]_*/*')
     else:  # one file, or the prefix of several
         name = directory.stem if paths.is_file(directory) else directory.name
@@ -208,9 +206,9 @@ LONG_T5 = re.compile(r'long[-_. ]?t5(?!x)', re.IGNORECASE)
 
 
 def check_family(directory: paths.AnyPath, config: T5Config) -> None:
-    """Raise Refused if the parameters for a T5 seem to be those of a LongT5: same shapes, another attention.
+    """Raise Refused if a T5's parameters seem to be a LongT5's: same shapes, another attention.
 
-    A folder of its path, or T5X's gin beside it, says so. A checkpoint of this program has a config that tells.
+    The signs are a folder's name in its path, or T5X's gin file next to it. Our own checkpoints have a config instead.
     """
     if config.module or read_stored(directory):
         return
@@ -228,14 +226,14 @@ def check_family(directory: paths.AnyPath, config: T5Config) -> None:
 
 
 def saved_step(leaves: Mapping[str, Leaf]) -> int:
-    """Return the step of a checkpoint; 0 for one that does not say it, such as Hugging Face's."""
+    """Return the step of a checkpoint; 0 if it has none, as Hugging Face's."""
     if 'state/step' not in leaves:
         return 0
     return int(checkpoint.restore({'state/step': leaves['state/step']})['state/step'])
 
 
 def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[int]:
-    """Return those of the steps of a run that `text` names: last (or ''), best, all, or numbers with commas."""
+    """Return the steps of a run that `text` names: last (or ''), best, all, or comma-separated numbers."""
     if steps:
         match text.lower():
             case '' | 'last':
@@ -245,10 +243,10 @@ def choose_steps(run: paths.AnyPath, text: str, steps: Sequence[int]) -> list[in
             case 'best':
                 return [best.best_step(run, steps)]
     names = {name.strip() for name in text.split(',')}
-    known = list(map(str, steps))
-    if not names <= set(known):
+    available = list(map(str, steps))
+    if not names <= set(available):
         raise Refused(
-            f'step={text}: {run} has the steps {first_ten(known) or "of no run"}: name these'
+            f'step={text}: {run} has the steps {first_ten(available) or "of no run"}: name these'
         )
     return sorted(map(int, names))
 
@@ -260,11 +258,11 @@ def is_encoder(leaves: Mapping[str, Leaf]) -> bool:
 
 
 def config_beside(directory: paths.AnyPath) -> T5Config | None:
-    """Return the config of a checkpoint of ours; None for others."""
+    """Return the config of one of our checkpoints; None for others."""
     settings = read_stored(directory).get('model')
     if not settings:
         return None
-    # A setting that did not exist when the checkpoint was written has its default.
+    # A setting that is newer than the checkpoint has its default.
     defaults = base.get_config().model.to_dict()
     unknown = sorted(settings.keys() - defaults.keys())
     with named(f'{directory}/config.json'):
@@ -275,13 +273,13 @@ def config_beside(directory: paths.AnyPath) -> T5Config | None:
 
 
 def config_from_shapes(directory: paths.AnyPath, shapes: Mapping[str, tuple[int, ...]]) -> T5Config:
-    """Return the T5Config of a parameter tree. The shapes do not tell gelu from silu: T5 1.1's settings are assumed."""
+    """Return the T5Config of a parameter tree. Shapes do not tell gelu from silu: T5 1.1's settings are assumed."""
     bias = 'encoder/layers_0/relpos_bias/rel_embedding'
     is_per_layer = bias in shapes
     if not is_per_layer:
         bias = 'encoder/relpos_bias/rel_embedding'
     mlp = 'encoder/layers_0/mlp'
-    if f'{mlp}/expert/wo/kernel' in shapes:  # as all layers of Switch-C
+    if f'{mlp}/expert/wo/kernel' in shapes:  # Switch-C: experts in all layers
         mlp = f'{mlp}/expert'
     activations: tuple[str, ...] = ('relu',)
     if f'{mlp}/wi_0/kernel' in shapes:
@@ -330,17 +328,17 @@ def _count_layers(shapes: Mapping[str, tuple[int, ...]], stack: str) -> int:
     return sum(bool(re.fullmatch(pattern, path)) for path in shapes)
 
 
-# Adapters: a checkpoint that holds the trained parameters alone, and names the one that has the others.
+# Adapters: a checkpoint with only the trained parameters, and the name of the base with the others.
 
-# The fingerprint of a base has the values of these arrays alone: to read all would take as long as restoring them.
+# A base's fingerprint covers only the values of these arrays: reading all would take as long as restoring them.
 FINGERPRINTED = r'target/(.+_norm/scale|(encoder|decoder)/layers_0/.+)'
 
 
 def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
-    """Return what config.json records of the checkpoint that adapters belong to: where it is, and a fingerprint."""
+    """Return what config.json records about the base of adapters: its directory and a fingerprint."""
     if any(isinstance(leaf, peft.MergedKernel) for leaf in base.leaves.values()):
         raise Refused(
-            f'{base.directory} holds adapters: merge them with --mode=convert, and name that'
+            f'{base.directory} holds adapters: merge them with --mode=convert, and name the result'
         )
     fingerprint = hashlib.blake2b(digest_size=16)
     for path, leaf in sorted(base.leaves.items()):
@@ -352,42 +350,42 @@ def describe_base(base: OpenedCheckpoint) -> dict[str, str]:
 
 
 def open_base(directory: paths.AnyPath, restore_path: str = '') -> OpenedCheckpoint | None:
-    """Open the checkpoint that the adapters in `directory` belong to; return None if it holds none.
+    """Open the base of the adapters in `directory`; return None if it holds none.
 
-    It is where the run found it, or at `restore_path` if that differs from the run's.
+    The base is where the run recorded it, or at `restore_path` if that differs from the run's.
     """
     settings = read_stored(directory)
     if 'base' not in settings:
         return None
-    recorded = settings['base'] if isinstance(settings['base'], dict) else {}
-    path = str(recorded.get('directory'))
+    record = settings['base'] if isinstance(settings['base'], dict) else {}
+    path = str(record.get('directory'))
     if restore_path and restore_path != settings.get('restore', {}).get('path'):
         path = restore_path
     try:
         base = open_checkpoint(path)
-        if describe_base(base)['fingerprint'] != recorded.get('fingerprint'):
+        if describe_base(base)['fingerprint'] != record.get('fingerprint'):
             raise Refused('it is another model now')
     except Refused as error:
         raise Refused(
-            f'{directory} holds adapters of {path}: {error}: put back what restore.path named'
+            f'{directory} holds adapters of {path}: {error}: restore the checkpoint of restore.path'
         ) from error
     return base
 
 
 def merge(adapters: OpenedCheckpoint, base: OpenedCheckpoint) -> OpenedCheckpoint:
-    """Return the model of adapters and their base: parameters and the step."""
+    """Return the model of adapters and their base: its parameters and step."""
     config = config_beside(adapters.directory)
     assert config is not None
     parameters = checkpoint.parameters(base.leaves) | checkpoint.parameters(adapters.leaves)
-    merged = lora.merge(config, parameters, peft.MergedKernel)
+    parameters = lora.merge(config, parameters, peft.MergedKernel)
     leaves = {'state/step': adapters.leaves['state/step']}
-    for path, leaf in merged.items():
+    for path, leaf in parameters.items():
         leaves[f'{checkpoint.PARAMETER_PREFIX}{path}'] = leaf
     return adapters._replace(leaves=leaves, config=lora.without_adapters(config))
 
 
 def _open_peft(folder: paths.AnyPath) -> OpenedCheckpoint:
-    """Return the model of peft's adapters and the base that they name: parameters alone."""
+    """Return the model of peft's adapters and their base: only its parameters."""
     settings = peft.read_settings(folder)
     name = settings.get('base_model_name_or_path')
     try:

@@ -1,7 +1,7 @@
-"""A loss of one's own (loss.module): a Python file with a function `weighted_sums` in the form of loss.py's.
+"""A user's loss (loss.module): a Python file with a function `weighted_sums` like loss.py's.
 
 Its settings are the fields of its frozen dataclass `Options`, as in a model's file. A run and its checkpoints record the
-file, and a run resumes with the same one.
+file; a run resumes only with the same one.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ EXAMPLE = 'examples/preferences/preferences.py'
 
 
 def load(settings: Mapping) -> LossConfig:
-    """Return the loss of config.loss, whose file is loaded; its path is absolute.
+    """Return the loss of config.loss, with its file loaded and an absolute path.
 
-    Raises Refused for settings that are invalid; an error of the file is raised as it is.
+    Raises Refused for invalid settings; errors of the file are raised unchanged.
     """
     if not settings['module']:
         own_model.options_of(None, "loss.module=''", settings['options'], 'loss')
@@ -30,19 +30,19 @@ def load(settings: Mapping) -> LossConfig:
     file, content, code = read(settings['module'])
     if not callable(getattr(code, 'weighted_sums', None)):
         raise Refused(f'loss.module={file} has no function weighted_sums: see {EXAMPLE}')
-    declared = getattr(code, 'Options', None)
-    options = own_model.options_of(declared, f'loss.module={file}', settings['options'], 'loss')
+    cls = getattr(code, 'Options', None)
+    options = own_model.options_of(cls, f'loss.module={file}', settings['options'], 'loss')
     settings = {**settings, 'module': str(file), 'options': options}
     return LossConfig(**settings, own=code.weighted_sums, content=content)
 
 
 def resolved(config: LossConfig) -> dict:
-    """Return the settings of the file as config.json has them."""
+    """Return the file's settings for config.json."""
     return {'module': config.module, 'options': own_model.as_dict(config.options)}
 
 
 def default_options(model_config: T5Config, config: LossConfig) -> dict:
-    """Return the options of a run whose config.json lacks them: of its model and its loss."""
+    """Return the default options of the model and the loss, for a config.json that lacks them."""
     groups = {'model': model_config.options, 'loss': config.options}
     return {
         group: {'options': own_model.default_options(options)} for group, options in groups.items()
@@ -50,19 +50,19 @@ def default_options(model_config: T5Config, config: LossConfig) -> dict:
 
 
 def files_of(config: LossConfig) -> dict[str, bytes]:
-    """Return {name: content} of the file that a checkpoint of a run with this loss records."""
+    """Return {name: content} of the file that a checkpoint records."""
     return {RECORD: config.content} if config.own else {}
 
 
 def check_same(directory: paths.AnyPath, config: LossConfig) -> None:
-    """Raise Refused unless a checkpoint of the run that is resumed was saved with this loss."""
+    """Raise Refused unless the checkpoint of a resumed run was saved with this loss."""
     content = b''
     if paths.is_file(directory / RECORD):
         content = paths.own_file(directory / RECORD).read_bytes()
     if content != config.content:
-        recorded = directory / RECORD if content else "''"
+        record = directory / RECORD if content else "''"
         raise Refused(
-            f'loss.module={config.module!r}: the run has another loss, {recorded}: set it, or name another --workdir'
+            f'loss.module={config.module!r}: the run has another loss, {record}: set it, or name another --workdir'
         )
 
 
@@ -71,8 +71,8 @@ def describe_options(module: str) -> list[str]:
     if not module:
         return []
     _, _, code = read(module)
-    declared = getattr(code, 'Options', None)
-    return own_model.lines_of_options(declared, f'loss.module={module}', 'loss')
+    cls = getattr(code, 'Options', None)
+    return own_model.lines_of_options(cls, f'loss.module={module}', 'loss')
 
 
 def read(module: str) -> tuple[Path, bytes, ModuleType]:

@@ -1,12 +1,12 @@
-"""A model of one's own (model.module): Python files that replace parts of model.py.
+"""A user's model (model.module): Python files that replace parts of model.py.
 
     def modules(family):
         return dataclasses.replace(family, parts=dataclasses.replace(family.parts, mlp=Mlp))
 
-`modules` gets a `family.Family` and returns another: the first file gets T5's, each next one what the file before it
-returned, and LoRA comes last. The settings of a file are its frozen dataclass `Options`. A family, a file of the package
-families, has the same form and is found by its name. A checkpoint records users' files, without which its parameters
-have no meaning; no code is run from there.
+`modules` takes a `family.Family` and returns another: the first file gets T5's, each further file the result of the
+file before it, and LoRA comes last. The settings of a file are its frozen dataclass `Options`. A family, a file of the
+package families, has the same form and is found by its name. A checkpoint records users' files, because its parameters
+mean nothing without them; no code is run from there.
 """
 
 import ast
@@ -34,9 +34,9 @@ from messages import Refused
 from model import Parts, T5Config
 
 EXAMPLE = 'examples/squared_relu/squared_relu.py'
-# How absl reads the value of a flag that is true or false.
+# absl's values of a boolean flag.
 BOOLS = {'true': True, 't': True, '1': True, 'false': False, 'f': False, '0': False}
-ITEM = bool | int | float | str  # of a tuple
+ITEM = bool | int | float | str  # in a tuple
 FINITE = setting.Range(-setting.LARGEST_FLOAT, setting.LARGEST_FLOAT)
 
 
@@ -44,30 +44,30 @@ class Module(NamedTuple):
     """A file that model.module names."""
 
     code: ModuleType
-    name: str  # of a family, or the absolute path of a user's file
-    content: bytes  # of a user's file
+    name: str  # a family's name, or the absolute path of a user's file
+    content: bytes  # b'' for a family
 
 
 def load(settings: Mapping) -> T5Config:
     """Return the T5Config of the settings of config.model.
 
-    Users' files are loaded; their paths are absolute in the T5Config. Raises Refused for settings that are invalid;
-    an error of a file is raised as it is.
+    Users' files are loaded; their paths are absolute in the T5Config. Raises Refused for invalid settings; errors of a
+    file are raised unchanged.
     """
     modules = find(settings['module'])
     module = ','.join(x.name for x in modules)
-    given = settings.get('options') or {}
-    options = options_of(declared_by(modules), f'model.module={module!r}', given)
+    values = settings.get('options') or {}
+    options = options_of(options_class(modules), f'model.module={module!r}', values)
     settings = {**settings, 'module': module, 'options': options}
     config = T5Config(**settings, own=family_of(modules, bool(settings.get('lora_rank'))))
     check_values(config)
     if modules:
-        # Errors of the files come before a run makes its folder.
+        # Raise errors of the files before a run makes its folder.
         model.shapes(config)
         config.family.losses(config)
     adapters = config.family.adapters
     has_adapters = not adapters or config.lora_rank or model.adapter_paths(config)
-    assert has_adapters, f'{module}: adapters={adapters!r} is the full path of no parameter'
+    assert has_adapters, f'{module}: adapters={adapters!r} matches the full path of no parameter'
     return config
 
 
@@ -83,16 +83,16 @@ def find(module: str) -> tuple[Module, ...]:
             code = importlib.import_module(f'.{name}', families.__name__)
             modules.append(Module(code, name, b''))
         else:
-            known = [x.name for x in pkgutil.iter_modules(families.__path__)]
-            file = user_code.module_file('model.module', name, f', or one of {", ".join(known)}')
+            names = [x.name for x in pkgutil.iter_modules(families.__path__)]
+            file = user_code.module_file('model.module', name, f', or one of {", ".join(names)}')
             content = file.read_bytes()
             modules.append(Module(user_code.load_module(file, content), str(file), content))
     return tuple(modules)
 
 
 @functools.cache  # so equal options compare equal
-def declared_by(modules: tuple[Module, ...]) -> type[Options] | None:
-    """Return the class of the options of all files, which are one group; None for none."""
+def options_class(modules: tuple[Module, ...]) -> type[Options] | None:
+    """Return one class for the options of all files; None if there are none."""
     owners: dict[str, str] = {}
     classes = []
     for module in modules:
@@ -108,8 +108,8 @@ def declared_by(modules: tuple[Module, ...]) -> type[Options] | None:
         return next(iter(classes), None)
 
     def check_values(self):
-        for declared in classes:
-            getattr(declared, '__post_init__', lambda self: None)(self)
+        for cls in classes:
+            getattr(cls, '__post_init__', lambda self: None)(self)
 
     return dataclasses.make_dataclass(
         'Options', (), bases=tuple(classes), frozen=True, namespace={'__post_init__': check_values}
@@ -117,7 +117,7 @@ def declared_by(modules: tuple[Module, ...]) -> type[Options] | None:
 
 
 def is_family(name: str) -> bool:
-    """Return whether `name` is that of a family, which comes before a file of this name."""
+    """Return whether `name` is a family's, which takes precedence over a file of this name."""
     return name.isidentifier() and bool(importlib.util.find_spec(f'.{name}', families.__name__))
 
 
@@ -133,7 +133,7 @@ def family_of(modules: tuple[Module, ...], has_adapters: bool) -> Family[T5Confi
             raise Refused(f'{module.name} has no function modules(family): see {EXAMPLE}')
         family = make(family)
         assert isinstance(family, Family), f'{module.name}: modules returned {family!r:.60}'
-        hash(family)  # a TypeError names a field that has a dict where pairs belong
+        hash(family)  # TypeError for a field with a dict instead of pairs
     if has_adapters:
         family = lora.modules(family)
     files = tuple(module.content for module in modules if module.content)
@@ -141,7 +141,7 @@ def family_of(modules: tuple[Module, ...], has_adapters: bool) -> Family[T5Confi
 
 
 def complete(config: T5Config) -> T5Config:
-    """Return a T5Config that a program made, checked, and with the family of its `module`."""
+    """Check a T5Config that a program made; return it with the family of its `module`."""
     if config.own is None:
         return load(as_settings(config))
     check_values(config)
@@ -149,20 +149,20 @@ def complete(config: T5Config) -> T5Config:
 
 
 def as_family(config: T5Config, family: str, options: Mapping) -> T5Config:
-    """Return the T5Config of a family that has the sizes of `config`."""
+    """Return the T5Config of a family with the sizes of `config`."""
     return load(as_settings(config) | {'module': family, 'options': options})
 
 
 def check_values(config: T5Config) -> None:
-    """Raise Refused for sizes, names and patterns that are not valid."""
+    """Raise Refused for invalid sizes, names and patterns."""
     for name in base.get_config().model:
         value = getattr(config, name)
         is_encoder = name == 'num_decoder_layers' and value == 0
         if name != 'options' and not is_encoder:
             check.check_value(f'model.{name}', value)
-    known = [name for name, _ in config.parts.activations]
-    if not config.mlp_activations or not all(x in known for x in config.mlp_activations):
-        raise Refused(f'model.mlp_activations={config.mlp_activations}: use {", ".join(known)}')
+    names = [name for name, _ in config.parts.activations]
+    if not config.mlp_activations or not all(x in names for x in config.mlp_activations):
+        raise Refused(f'model.mlp_activations={config.mlp_activations}: use {", ".join(names)}')
     num_buckets = config.relative_attention_num_buckets
     max_distance = config.relative_attention_max_distance
     if max_distance <= num_buckets // 2:
@@ -178,16 +178,16 @@ def check_values(config: T5Config) -> None:
 
 def describe_options(module: str) -> list[str]:
     """Return the lines of --help about the options of model.module."""
-    return lines_of_options(declared_by(find(module)), f'model.module={module}', 'model')
+    return lines_of_options(options_class(find(module)), f'model.module={module}', 'model')
 
 
-def lines_of_options(declared: type[Options] | None, file: str, group: str) -> list[str]:
-    """Return the lines of --help about the options of a file, with the help of their metadata."""
-    if declared is None:
+def lines_of_options(cls: type[Options] | None, file: str, group: str) -> list[str]:
+    """Return the lines of --help about the options of a file, with the help from their metadata."""
+    if cls is None:
         return []
     lines = ['', f'Options of {file}:']
-    for field in dataclasses.fields(declared):
-        default = getattr(declared(), field.name)
+    for field in dataclasses.fields(cls):
+        default = getattr(cls(), field.name)
         lines.append(f'  --config.{group}.options.{field.name}={default!r}')
         if 'help' in field.metadata:
             lines.append(f'      {field.metadata["help"]}')
@@ -198,36 +198,36 @@ def lines_of_options(declared: type[Options] | None, file: str, group: str) -> l
 
 
 def options_of(
-    declared: type[Options] | None, file: str, given: Mapping, group: str = 'model'
+    cls: type[Options] | None, file: str, settings: Mapping, group: str = 'model'
 ) -> Options | None:
-    """Return the options of a model or loss, an instance of the class `Options` of its file; None without one.
+    """Return the options of a model or loss, an instance of its file's class `Options`; None without one.
 
-    `given`: {name: value}; a value from the command line may be text. Raises Refused for an unknown name and for a value
-    that has not the type of the default. The `__post_init__` of the class may raise it, too.
+    `settings`: {name: value}; a value from the command line may be text. Raises Refused for an unknown name and for a
+    value without the type of the default. The class's `__post_init__` may also raise it.
     """
     defaults: dict[str, Any] = {}
-    if declared is not None:
-        defaults = dataclasses.asdict(declared())
+    if cls is not None:
+        defaults = dataclasses.asdict(cls())
     has_kinds = {type(default) for default in defaults.values()} <= setting.KINDS.keys()
     assert has_kinds, f'{file}: the defaults of Options must be bool, int, float, str or tuple'
     values = {}
-    for name, value in given.items():
+    for name, value in settings.items():
         key = f'{group}.options.{name}'
         if name not in defaults:
-            known = ', '.join(defaults) or 'no options'
-            raise Refused(f'{key}={value!r} is unknown: {file} has {known}: remove it')
+            names = ', '.join(defaults) or 'no options'
+            raise Refused(f'{key}={value!r} is unknown: {file} has {names}: remove it')
         default = defaults[name]
         if isinstance(value, str) and not isinstance(default, str):
-            value = parsed(value, default)
+            value = parse(value, default)
         check.check_allowed(key, value, default, FINITE)
         if isinstance(default, tuple) and not all(isinstance(x, ITEM) for x in value):
             raise Refused(f'{key}={value!r}: {setting.kind_of(default)}, each a number or a text')
         values[name] = type(default)(value)
-    return None if declared is None else declared(**values)
+    return None if cls is None else cls(**values)
 
 
-def parsed(text: str, default: check.Value) -> check.Value:
-    """Return the value that a text on the command line stands for; else the text."""
+def parse(text: str, default: check.Value) -> check.Value:
+    """Return the value of a text on the command line, or the text if it is none."""
     if isinstance(default, bool):
         return BOOLS.get(text.lower(), text)
     try:
@@ -237,12 +237,12 @@ def parsed(text: str, default: check.Value) -> check.Value:
 
 
 def as_dict(options: Options | None) -> dict:
-    """Return options as JSON has them."""
+    """Return options as JSON's values."""
     return {} if options is None else json.loads(json.dumps(dataclasses.asdict(options)))
 
 
 def default_options(options: Options | None) -> dict:
-    """Return the options of a run whose config.json lacks them."""
+    """Return the default options, for a config.json that lacks them."""
     return {} if options is None else as_dict(type(options)())
 
 
@@ -250,7 +250,7 @@ def default_options(options: Options | None) -> dict:
 
 
 def as_settings(config: T5Config) -> dict:
-    """Return a T5Config as config.json has it: without the modules, the options as a dict."""
+    """Return a T5Config as settings of config.json: without the modules, the options as a dict."""
     settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     del settings['own']
     settings['options'] = as_dict(config.options)
@@ -268,7 +268,7 @@ def files_of(config: T5Config) -> dict[str, bytes]:
 
 
 def recorded(directory: paths.AnyPath) -> list[bytes]:
-    """Return the users' files that a checkpoint was saved with, in their order."""
+    """Return the users' files that a checkpoint was saved with, in order."""
     contents: list[bytes] = []
     while paths.is_file(directory / record_of(len(contents))):
         contents.append(paths.own_file(directory / record_of(len(contents))).read_bytes())
@@ -276,7 +276,7 @@ def recorded(directory: paths.AnyPath) -> list[bytes]:
 
 
 def identity(module: str, contents: Sequence[bytes]) -> list[str | bytes]:
-    """Return what tells models apart: names of families, and in place of users' files their `contents`."""
+    """Return the parts that identify a model: names of families, and the `contents` of users' files."""
     files = list(contents)
     parts: list[str | bytes] = []
     for name in names_of(module):
@@ -287,14 +287,14 @@ def identity(module: str, contents: Sequence[bytes]) -> list[str | bytes]:
 def check_same(
     directory: paths.AnyPath, config: T5Config, otherwise: str, may_be_plain: bool = False
 ) -> None:
-    """Raise Refused unless a checkpoint was saved with this model or, if it `may_be_plain`, with T5's.
+    """Raise Refused unless a checkpoint was saved with this model or, with `may_be_plain`, with plain T5.
 
-    `otherwise`: what to do to use another one.
+    `otherwise`: the remedy for using another one.
     """
     contents = recorded(directory)
     module = check.read_stored(directory).get('model', {}).get('module', '')
-    saved = identity(module, contents)
-    if saved != identity(config.module, config.family.files) and (saved or not may_be_plain):
+    model_id = identity(module, contents)
+    if model_id != identity(config.module, config.family.files) and (model_id or not may_be_plain):
         records = [str(directory / record_of(i)) for i in range(len(contents))]
         raise Refused(
             f'model.module={config.module!r}: {directory} needs {", ".join([repr(module), *records])}: set it, or '
@@ -303,30 +303,30 @@ def check_same(
 
 
 def module_of(directory: paths.AnyPath, module: str) -> str:
-    """Return model.module for a checkpoint whose run had `module`, with the files where they are now."""
+    """Return model.module for a checkpoint whose run had `module`, with the current paths of the files."""
     names = names_of(module)
     num_files = 0
     for i, name in enumerate(names):
         if not is_family(name):
-            names[i] = place_of(directory, record_of(num_files), name)
+            names[i] = current_path(directory, record_of(num_files), name)
             num_files += 1
     return ','.join(names)
 
 
-def place_of(directory: paths.AnyPath, record: str, name: str) -> str:
-    """Return where a user's file is now: where it was, `name`, or there by its name in the current folder.
+def current_path(directory: paths.AnyPath, record: str, name: str) -> str:
+    """Return the current path of a user's file: the run's path, `name`, or its last part in the current folder.
 
-    Its content must be the recorded one. A file in the folder of the checkpoint or of its run may be a stranger's:
-    it is never run.
+    The content must be the recorded one. A file in the folder of the checkpoint or of its run may be a stranger's and is
+    never run.
     """
     run = directory.parent if directory.name.startswith('checkpoint_') else directory
     now = Path.cwd() / Path(name).name
-    remedy = f'bring {directory / record}'
+    remedy = f'restore {directory / record}'
     if paths.is_file(directory / record):
         content = paths.own_file(directory / record).read_bytes()
         for file in (Path(name), now):
             is_strangers = run.resolve() in file.resolve().parents
             if file.is_file() and file.read_bytes() == content and not is_strangers:
                 return str(file)
-        remedy = f'look at {directory / record}, and copy it to {now}'
-    raise Refused(f'model.module={name!r} is not here as it was: {remedy}')
+        remedy = f'review {directory / record}, and copy it to {now}'
+    raise Refused(f'model.module={name!r} is missing or has changed: {remedy}')

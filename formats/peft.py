@@ -1,11 +1,11 @@
-"""Folders of the package peft: adapters by Hugging Face's names, over a base that adapter_config.json names.
+"""Folders of the package peft: adapters by Hugging Face's names, and a base that adapter_config.json names.
 
     adapter_config.json             the kind, its settings, and base_model_name_or_path
     adapter_model.safetensors       arrays by name
 
-peft's LoRA is ours, with both matrices transposed. Its scale is alpha / rank, with rsLoRA alpha / sqrt(rank), and
-both may differ between kernels. DoRA gives each column of a kernel the length that it stores. peft's prompt tuning
-is families/prompt_tuning.py: of a prompt for each stack, T5 reads the encoder's.
+peft's LoRA is ours with both matrices transposed. Its scale is alpha / rank, with rsLoRA alpha / sqrt(rank); alpha and
+rank may differ between kernels. DoRA stores the length of each column of a kernel. peft's prompt tuning is
+families/prompt_tuning.py; if both stacks have a prompt, T5 reads the encoder's.
 
 Source: peft 0.21 tuners/lora/{model,layer,dora}.py, peft_model.py.
 """
@@ -40,7 +40,7 @@ PROMPT_FAMILY = 'prompt_tuning'
 PROMPT = 'prompt/embedding'  # our path
 PROMPT_NAME = 'prompt_embeddings'
 TABLE = 'token_embedder/embedding'
-# {their array: our adapter} of a kernel.
+# {peft's array: our adapter} of a kernel.
 ADAPTERS = {
     'lora_A.weight': 'lora_a',
     'lora_B.weight': 'lora_b',
@@ -51,15 +51,15 @@ ARRAY = re.compile(rf'base_model\.model\.(.+?)\.({"|".join(ADAPTERS)}|(?:base_la
 MERGE = (
     "merge it into its base with peft's merge_and_unload, if it can, and save_pretrained the model"
 )
-# The settings of LoRA that are read, or mean nothing for a model that is trained.
-KNOWN = {
+# The settings of LoRA that are read, or that do not matter after training.
+LORA_SETTINGS = {
     'alpha_pattern', 'auto_mapping', 'base_model_name_or_path', 'bias', 'corda_config', 'ensure_weight_tying',
     'eva_config', 'exclude_modules', 'fan_in_fan_out', 'inference_mode', 'init_lora_weights', 'layers_pattern',
     'layers_to_transform', 'loftq_config', 'lora_alpha', 'lora_dropout', 'lora_ga_config', 'megatron_config',
     'megatron_core', 'modules_to_save', 'peft_type', 'peft_version', 'qalora_group_size', 'r', 'rank_pattern',
     'revision', 'runtime_config', 'target_modules', 'task_type', 'use_dora', 'use_rslora',
 }  # fmt: skip
-# Values of init_lora_weights with which training begins by changing the base.
+# Values of init_lora_weights with which training first changes the base.
 CHANGES_BASE = ('pissa', 'olora', 'loftq', 'corda', 'lora_ga')
 
 
@@ -79,7 +79,7 @@ class MergedKernel:
         return tuple(self.kernel.shape)
 
     def read(self) -> np.ndarray:
-        """Return what model.Kernel computes with, float32."""
+        """Return the matrix of model.Kernel, float32."""
         leaves = (self.kernel, self.lora_a, self.lora_b)
         arrays = [jnp.asarray(checkpoint.read_leaf(leaf), jnp.float32) for leaf in leaves]
         kernel = lora.adapted_kernel(self.config, *arrays)
@@ -90,7 +90,7 @@ class MergedKernel:
 
 
 def is_folder(folder: paths.AnyPath) -> bool:
-    """Return whether a folder holds adapters, and not a model of its own."""
+    """Return whether a folder holds adapters without a model."""
     names = (hugging_face.WEIGHTS, hugging_face.WEIGHTS_INDEX)
     has_model = any(paths.is_file(folder / name) for name in names)
     return paths.is_file(folder / ADAPTER_CONFIG) and not has_model
@@ -101,20 +101,20 @@ def read_settings(folder: paths.AnyPath) -> dict:
     file = hugging_face.on_disk(folder) / ADAPTER_CONFIG
     settings = {'peft_type': None} | paths.read_json(file)
     for name, value in settings.items():
-        is_read = name in KNOWN or not value
+        is_supported = name in LORA_SETTINGS or not value
         if name == 'init_lora_weights':
-            is_read = not str(value).lower().startswith(CHANGES_BASE)
+            is_supported = not str(value).lower().startswith(CHANGES_BASE)
         elif name == 'peft_type':
-            is_read = value in (LORA, PROMPT_TUNING)
-        if not is_read and settings['peft_type'] != PROMPT_TUNING:
-            raise Refused(f'{file}: {name}={value!r:.80} is not read: {MERGE}')
+            is_supported = value in (LORA, PROMPT_TUNING)
+        if not is_supported and settings['peft_type'] != PROMPT_TUNING:
+            raise Refused(f'{file}: {name}={value!r:.80} is not supported: {MERGE}')
     return settings
 
 
 def read_index(
     folder: Path, settings: Mapping, config: T5Config, base: Mapping[str, Leaf]
 ) -> dict[str, Leaf]:
-    """Return {our path: leaf} of the base's parameters that the adapters change, and of a prompt; read headers only.
+    """Return {our path: leaf} of the parameters that adapters change, and of a prompt. Reads no arrays of LoRA.
 
     `config` and `base`, {our path: leaf}, are the base's.
     """
@@ -128,7 +128,7 @@ def read_index(
     # Adapters by our paths.
     names = hugging_face.parameter_names(config)
     paths_of_names = inverse(names)
-    found: dict[str, dict[str, SafetensorsEntry]] = {}
+    adapters_of: dict[str, dict[str, SafetensorsEntry]] = {}
     arrays: dict[str, Leaf] = {}
     unknown = []
     for name, entry in entries.items():
@@ -139,7 +139,7 @@ def read_index(
         if not match or path not in base:
             unknown.append(name)
         elif match[2] in ADAPTERS and path.endswith('/kernel') and len(base[path].shape) == 2:
-            found.setdefault(path, {})[ADAPTERS[match[2]]] = entry
+            adapters_of.setdefault(path, {})[ADAPTERS[match[2]]] = entry
         elif path != TABLE and match[2] not in ADAPTERS:
             arrays[path] = entry.T if hugging_face.is_transposed(path) else entry
         elif path != TABLE or not np.array_equal(entry.read(), checkpoint.read_leaf(base[path])):
@@ -147,11 +147,11 @@ def read_index(
     for path, x in arrays.items():
         if x.shape != tuple(base[path].shape):
             unknown.append(f'{path} {x.shape}')
-    if unknown or not (found or arrays):
-        found_names = first_ten(unknown) or 'no arrays'
-        raise Refused(f'{file} has {found_names}, not adapters of a matrix of its base: {MERGE}')
+    if unknown or not (adapters_of or arrays):
+        faults = first_ten(unknown) or 'no arrays'
+        raise Refused(f'{file} has {faults}, not adapters of a matrix of its base: {MERGE}')
 
-    for path, adapters in found.items():
+    for path, adapters in adapters_of.items():
         module = translate(path, names)
         rank = _setting(settings, 'r', 'rank_pattern', module)
         alpha = _setting(settings, 'lora_alpha', 'alpha_pattern', module)
@@ -178,9 +178,9 @@ def read_index(
     return arrays
 
 
-def _setting(settings: Mapping, name: str, of_modules: str, module: str) -> Any:
-    """Return a number of `settings`, that of a pattern in `of_modules` where one matches the module."""
-    for pattern, value in (settings.get(of_modules) or {}).items():
+def _setting(settings: Mapping, name: str, patterns: str, module: str) -> Any:
+    """Return a number of `settings`: from `patterns` if one matches the module, or else from `name`."""
+    for pattern, value in (settings.get(patterns) or {}).items():
         if re.fullmatch(rf'(.*\.)?({pattern})', module):
             return value
     return settings[name]
@@ -189,7 +189,7 @@ def _setting(settings: Mapping, name: str, of_modules: str, module: str) -> Any:
 def _read_prompt(
     file: Path, settings: Mapping, config: T5Config, entries: Mapping[str, SafetensorsEntry]
 ) -> dict[str, Leaf]:
-    """Return the prompt of the encoder, which comes before that of the decoder if there is one."""
+    """Return the prompt of the encoder, which precedes the decoder's, if that has one."""
     length = settings['num_virtual_tokens']
     shapes = {name: entry.shape for name, entry in entries.items()}
     expected = [{PROMPT_NAME: (rows, config.emb_dim)} for rows in (length, 2 * length)]

@@ -1,10 +1,10 @@
-"""One vector for each text, as sentence-transformers computes it for Sentence-T5 and GTR.
+"""One vector for each text, as in sentence-transformers' Sentence-T5 and GTR.
 
     modules.json                  the modules in their order, each with its folder: the encoder, then
-    1_Pooling/config.json         the mean over the tokens, which is the only pooling that is read
+    1_Pooling/config.json         the mean over the tokens, the only supported pooling
     2_Dense/config.json           a dense layer and its activation; model.safetensors has its arrays
     3_Normalize                   division by the length of the vector
-    sentence_bert_config.json     the most tokens of a text; else tokenizer_config.json says it
+    sentence_bert_config.json     the maximum tokens of a text; else in tokenizer_config.json
 
 Source: sentence_transformers (6.2) base/modules, sentence_transformer/modules/pooling.py.
 """
@@ -25,7 +25,7 @@ MODULES = 'modules.json'
 MOST_TOKENS = 10**6  # transformers writes a larger number for no limit
 POOLING_MODES = ('mean', ['mean'], ['pooling_mode_mean_tokens'])
 ACTIVATIONS: dict[str, Callable[[NDArray], NDArray]] = {'Identity': lambda x: x, 'Tanh': np.tanh}
-# The kinds of modules, and what their settings may be.
+# The kinds of modules, and the supported values of their settings.
 SETTINGS: dict[str, dict[str, tuple]] = {
     'Transformer': {'do_lower_case': (False,)},
     'Pooling': {'pooling_mode': POOLING_MODES},
@@ -45,7 +45,7 @@ class Pooling(NamedTuple):
     max_length: int = 0  # tokens of a text, EOS included; 0 if the folder does not say
 
     def __call__(self, outputs_bMD: NDArray, mask_bM: NDArray) -> NDArray:
-        """Return the vector of each text, float32 [b, E], from what `infer.T5.encode` returns."""
+        """Return the vector of each text, float32 [b, E], from the results of `infer.T5.encode`."""
         means = []
         for outputs_MD, mask_M in zip(outputs_bMD, mask_bM, strict=True):
             means.append(outputs_MD[mask_M].mean(axis=0))
@@ -56,7 +56,7 @@ class Pooling(NamedTuple):
 
 
 def read(folder: paths.AnyPath) -> Pooling:
-    """Return how a folder's texts become vectors. Raise Refused for modules that are not read."""
+    """Return the pooling of a folder's model. Raises Refused for unsupported modules."""
     file = folder / MODULES
     if not paths.is_file(file):
         if hugging_face.is_folder(folder):
@@ -84,7 +84,7 @@ def read(folder: paths.AnyPath) -> Pooling:
 
 
 def settings_of(kind: str, part: paths.AnyPath) -> dict:
-    """Return the settings of a module. Raise Refused for values that are not read."""
+    """Return the settings of a module. Raises Refused for unsupported values."""
     names = ['config.json']
     if kind == 'Transformer':
         names = ['tokenizer_config.json', 'sentence_bert_config.json']

@@ -1,4 +1,4 @@
-"""T5X's layout, in which this program saves, too: verified, read, umT5's stacked layers as one array each.
+"""T5X's layout, which is also ours: verify and read it, and split umT5's stacked layers.
 
 Source: T5X t5x/checkpoints.py; t5x/examples/scalable_t5 for stacked layers.
 """
@@ -28,11 +28,11 @@ FAULT_BYTES = 2**16  # room for the faults that a process sends to the others
 
 
 class Damaged(Refused):
-    """Some files of a checkpoint are not as they were saved."""
+    """Some files of a checkpoint have changed since it was saved."""
 
 
 class Fault(NamedTuple):
-    """What is wrong with a checkpoint, in one line."""
+    """A fault of a checkpoint, in one line."""
 
     kind: str  # 'refused' (a pointer of git-lfs), 'unreadable', 'damaged', or 'no checksums': T5X saves none
     message: str
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
     """Return the leaves of a checkpoint in T5X's layout.
 
-    Moving averages (`optimizer.ema_decay`) replace the parameters, which `checkpoint.read_index` returns.
+    Moving averages (`optimizer.ema_decay`) replace the parameters, unlike in `checkpoint.read_index`.
     """
     for folder in (directory, *checkpoint.step_folders(directory).values()):
         for name in ('_METADATA', '_CHECKPOINT_METADATA'):
@@ -49,10 +49,10 @@ def read_index(directory: paths.AnyPath, ignored: str = '') -> dict[str, Leaf]:
                 raise Refused(f'{folder} has the layout of Orbax: {checkpoint.ORBAX_REMEDY}')
     verify(directory, ignored)
     if not paths.is_file(directory) and not paths.is_file(directory / checkpoint.INDEX):
-        held = sorted(file.name for file in paths.list_folder(directory))
+        files = sorted(file.name for file in paths.list_folder(directory))
         names = hub.suggestion(directory) or FORMATS
         raise Refused(
-            f'{directory} has no checkpoint (it holds {first_ten(held) or "nothing"}): name {names}'
+            f'{directory} has no checkpoint (it holds {first_ten(files) or "nothing"}): name {names}'
         )
     index = unstack(checkpoint.read_index(directory))
     averages = average_paths(index)
@@ -72,40 +72,40 @@ def average_paths(tree: Collection[str]) -> dict[str, str]:
     return names
 
 
-# Is a checkpoint as it was saved?
+# Verification.
 
 
 def verify(directory: str | paths.AnyPath, ignored: str = '') -> bool:
-    """Return True if every file is as it was saved; False if there are no checksums, as in T5X.
+    """Return True if no file has changed since it was saved; False if there are no checksums, as in T5X.
 
-    Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files, OSError for files
-    that cannot be read, Refused for a pointer of git-lfs. Every process reads its share; all raise the same.
+    Files whose names match `ignored` are not read. Raises Damaged, which names up to ten files; OSError for files that
+    cannot be read; Refused for a pointer of git-lfs. Every process reads its share; all raise the same error.
     """
     faults = _find_faults(paths.to_path(directory), ignored)
-    if jax.process_count() > 1:  # the first ten of each
+    if jax.process_count() > 1:  # share the first ten of each
         lines = [(fault.kind, fault.message[:1000]) for fault in faults[:10]]
-        sent = np.frombuffer(json.dumps(lines).encode().ljust(FAULT_BYTES), np.uint8)
+        payload = np.frombuffer(json.dumps(lines).encode().ljust(FAULT_BYTES), np.uint8)
         faults = []
-        for received in multihost_utils.process_allgather(sent):
-            faults += [Fault(*line) for line in json.loads(received.tobytes())]
+        for process_payload in multihost_utils.process_allgather(payload):
+            faults += [Fault(*line) for line in json.loads(process_payload.tobytes())]
     messages: dict[str, list[str]] = {}
     for fault in faults:
         messages.setdefault(fault.kind, []).append(fault.message)
     if 'refused' in messages:
         raise Refused(messages['refused'][0])
     if 'unreadable' in messages:
-        named = '; '.join(messages['unreadable'][:10])
-        raise OSError(f'{directory} cannot be read ({named}): correct its permissions or its disk')
+        files = '; '.join(messages['unreadable'][:10])
+        raise OSError(f'{directory} cannot be read ({files}): correct its permissions or its disk')
     if 'damaged' in messages:
-        named = '; '.join(messages['damaged'][:10])
-        raise Damaged(f'{directory} is damaged: {named}: use an older one')
+        files = '; '.join(messages['damaged'][:10])
+        raise Damaged(f'{directory} is damaged: {files}: use an older one')
     return not messages
 
 
 def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
     """Return the faults of the checkpoint, or else of this process's share of its files."""
     try:
-        # A workdir without checkpoints has a config.json, too. The config.json of other formats has no 'model'.
+        # A workdir without checkpoints also has a config.json. In other formats, config.json has no 'model'.
         is_saved_here = paths.is_file(directory / checkpoint.MANIFEST)
         is_checkpoint = checkpoint.step_of(directory) is not None
         if not is_saved_here and (is_checkpoint or paths.is_file(directory / 'checkpoint')):
@@ -117,11 +117,11 @@ def _find_faults(directory: paths.AnyPath, ignored: str) -> list[Fault]:
             return [Fault('no checksums', '')]
         saved_step, checksums = _read_manifest(directory)
         files = [name for name in sorted(checksums) if not re.fullmatch(ignored, name)]
-        own_files = files[jax.process_index() :: jax.process_count()]
+        share = files[jax.process_index() :: jax.process_count()]
         find_fault = functools.partial(_find_fault, directory, checksums)
         with futures.ThreadPoolExecutor(checkpoint.ARRAYS_IN_FLIGHT) as pool:
-            faults = [fault for fault in pool.map(find_fault, own_files) if fault]
-        if 'checkpoint' in own_files and not faults:
+            faults = [fault for fault in pool.map(find_fault, share) if fault]
+        if 'checkpoint' in share and not faults:
             step = checkpoint.read_index(directory).get('state/step', saved_step)
             if not np.array_equal(step, saved_step):  # type: ignore[arg-type]  # any leaf
                 faults.append(Fault('damaged', f'checkpoint holds step {step}'))
@@ -135,16 +135,16 @@ def _find_fault(
 ) -> Fault | None:
     """Compare one file with its checksum."""
     file = directory / name
-    saved = checksums[name]
+    expected = checksums[name]
     try:
         if not paths.is_file(file):
             return Fault('damaged', f'{name} is missing')
         actual = checkpoint.checksum(file)
     except (Refused, OSError) as error:
         return _fault_of(error)
-    if actual.num_bytes != saved.num_bytes:
-        return Fault('damaged', f'{name} has {actual.num_bytes} bytes, not {saved.num_bytes}')
-    if actual.crc32c != saved.crc32c:
+    if actual.num_bytes != expected.num_bytes:
+        return Fault('damaged', f'{name} has {actual.num_bytes} bytes, not {expected.num_bytes}')
+    if actual.crc32c != expected.crc32c:
         return Fault('damaged', f'{name} has changed')
     return None
 
@@ -158,9 +158,9 @@ def _fault_of(error: Exception) -> Fault:
 
 
 def _read_manifest(directory: paths.AnyPath) -> tuple[int, dict[str, checkpoint.Checksum]]:
-    """Return the step and {name: checksum} of manifest.json, which has every other file.
+    """Return the step and {name: checksum} of manifest.json, which lists every other file.
 
-    Raises Damaged unless it is as it was saved, and of this checkpoint.
+    Raises Damaged if it has changed or belongs to another checkpoint.
     """
     try:
         content = (directory / checkpoint.MANIFEST).read_bytes()
@@ -176,8 +176,8 @@ def _read_manifest(directory: paths.AnyPath) -> tuple[int, dict[str, checkpoint.
     raise Damaged(f'{checkpoint.MANIFEST} is missing or damaged ({fault})')
 
 
-# umT5 in T5X (t5x/examples/scalable_t5): one array has a parameter of all layers, which are its axis 1, and
-# heads have an axis of their own.
+# umT5 in T5X (t5x/examples/scalable_t5): one array stacks a parameter of all layers on axis 1, and heads have a
+# separate axis.
 
 STACKED_PARAMETER = re.compile(r'target/(encoder|decoder)/\1/(.+)')
 
@@ -204,14 +204,14 @@ class LayerEntry:
 
 @functools.lru_cache(maxsize=1)
 def _read_once(stack: checkpoint.LazyArray) -> np.ndarray:
-    """Read an array once for all its layers, which follow each other in an index."""
+    """Read an array once for all its layers, which are adjacent in an index."""
     return stack.read()
 
 
 def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
-    """Return `index` of a T5X checkpoint with one leaf a layer and parameter, if its layers are stacked.
+    """Return the index of a T5X checkpoint with each stacked parameter split into one leaf per layer.
 
-    Then it has no optimizer state, which was factored over all layers at once.
+    A split index has no optimizer state, which was factored over all layers at once.
     """
     layers: dict[str, LayerEntry] = {}
     others: dict[str, Leaf] = {}
@@ -222,12 +222,12 @@ def unstack(index: dict[str, Leaf]) -> dict[str, Leaf]:
                 others[path] = leaf
             continue
         stack, name = match.groups()
-        first, num_layers, *rest = leaf.shape
+        first, num_layers, *sizes = leaf.shape
         shape: tuple[int, ...] = (first,)  # [embed, layers]
         if path.endswith('out/kernel'):  # [heads, layers, head size, embed]
-            shape = (first * math.prod(rest[:-1]), *rest[-1:])
-        elif rest:  # [embed, layers, heads, head size], [embed, layers, mlp]
-            shape = (first, math.prod(rest))
+            shape = (first * math.prod(sizes[:-1]), *sizes[-1:])
+        elif sizes:  # [embed, layers, heads, head size], [embed, layers, mlp]
+            shape = (first, math.prod(sizes))
         for i in range(num_layers):
             layers[f'target/{stack}/layers_{i}/{name}'] = LayerEntry(leaf, i, shape)
     if not layers:

@@ -1,6 +1,6 @@
 """The vocabulary of a tokenizer.json, or of RoBERTa's vocab.json and merges.txt. Imports no jax.
 
-The library tokenizers gives transformers its ids, and us.
+The library tokenizers computes the ids, as for transformers.
 """
 
 import json
@@ -17,7 +17,7 @@ from paths import AnyPath
 from vocabulary import PAD_ID, Vocabulary, sentinel_ids_of
 
 UNKNOWN = '▁⁇ '  # SentencePiece decodes unknown tokens as ' ⁇ '
-# The class that makes its own steps of a file, but for the charsmap, and the models that have it by default.
+# The class that replaces a file's steps, except the charsmap, and the models that have it by default.
 T5_TOKENIZER = 'T5Tokenizer'
 T5_MODELS = ('t5', 'mt5', 'switch_transformers')
 T5_PRE_TOKENIZER = {
@@ -30,7 +30,7 @@ T5_PRE_TOKENIZER = {
 # The one with the lowest id is EOS, unless tokenizer_config.json names another.
 EOS_NAMES = ('</s>', '<eos>')
 BOS = '<bos>'  # Gemma's
-NOT_IN_A_TEXT = '\U0010ffff'  # no character
+NOT_IN_A_TEXT = '\U0010ffff'  # not a character
 # CodeT5's class, and its special tokens unless tokenizer_config.json names others.
 ROBERTA_TOKENIZER = 'RobertaTokenizer'
 ROBERTA_TOKENS = {
@@ -45,13 +45,13 @@ ROBERTA_TOKENS = {
 ROBERTA_ENDS = 'RobertaProcessing'  # the step that adds <s> and </s> to a text
 ROBERTA_VOCAB = 'vocab.json'
 ROBERTA_MERGES = 'merges.txt'
-OURS = ('bos_token', 'eos_token')  # of a content that a run keeps; no tokenizer.json has them
-# Each token of transformers has these; False unless stored.
+RUN_KEYS = ('bos_token', 'eos_token')  # only in the content that a run stores
+# Flags of each token in transformers; False unless stored.
 TOKEN_FLAGS = dict.fromkeys(('single_word', 'lstrip', 'rstrip', 'normalized', 'special'), False)
 
 
 class TokenizerVocabulary(Vocabulary):
-    """The vocabulary of the content of a tokenizer.json, which `model` has. It has no sentinels but its own."""
+    """The vocabulary of a tokenizer.json, whose content is in `model`. No sentinels are added to its own."""
 
     def __init__(self, content: Mapping):
         self.model = json.dumps(content, ensure_ascii=False).encode()
@@ -72,8 +72,8 @@ class TokenizerVocabulary(Vocabulary):
         if 'bos_token' in content:
             self.begin_ids = (ids[content['bos_token']],)
             self._not_text += self.begin_ids
-        # As for SentencePiece, the names of padding, EOS and unknown in a text are plain characters: they are neither
-        # tokens that are cut out nor pieces that Unigram finds.
+        # As in SentencePiece, the names of padding, EOS and unknown in a text are plain characters: neither the added
+        # tokens nor Unigram may match them.
         special = {PAD_ID, self.eos_id, self.unk_id}
         if model['type'] == 'Unigram':
             model['vocab'] = [*model['vocab']]
@@ -81,9 +81,9 @@ class TokenizerVocabulary(Vocabulary):
                 piece, score = model['vocab'][i]
                 model['vocab'][i] = [piece + NOT_IN_A_TEXT, score]
         tokens = [token for token in content['added_tokens'] if token['id'] not in special]
-        used = {**without_ours(content), 'model': model, 'added_tokens': tokens}
-        used |= {'post_processor': None, 'truncation': None, 'padding': None}
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(used, ensure_ascii=False))
+        steps = {**without_run_keys(content), 'model': model, 'added_tokens': tokens}
+        steps |= {'post_processor': None, 'truncation': None, 'padding': None}
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(steps, ensure_ascii=False))
         if tokenizer.decoder is None:
             tokenizer.decoder = tokenizers.decoders.Metaspace()
         self._tokenizer = tokenizer
@@ -98,12 +98,12 @@ class TokenizerVocabulary(Vocabulary):
             self.added_tokens[token.content] = i
         self.sentinel_ids = sentinel_ids_of(self.pieces)
         self.num_extra_ids = self.num_sentinels
-        # By id; the last is of ids without a token.
+        # By id; the last text is for ids without a token.
         self._texts = [*self.pieces, UNKNOWN]
         self._texts[self.unk_id] = UNKNOWN
 
     def encode_as_arrays(self, texts: list[str], glued_sentinels: bool = False) -> list[NDArray]:
-        """Return the ids of each text, without EOS. A sentinel is found anywhere, as in transformers."""
+        """Return the ids of each text, without EOS. A sentinel may be anywhere, as in transformers."""
         if self.num_threads == 1:  # encode_batch uses all cores
             encodings = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
@@ -116,7 +116,7 @@ class TokenizerVocabulary(Vocabulary):
         return self._tokenizer.decoder.decode(tokens)
 
     def with_tokens(self, tokens: Iterable[tuple[str, int | None]]) -> 'TokenizerVocabulary':
-        """Return a vocabulary that also has tokens at their ids, which are pieces of it or follow them."""
+        """Return a vocabulary with additional tokens. Each has its own id, of a piece or after all pieces."""
         content = json.loads(self.model)
         for name, i in tokens:
             content['added_tokens'].append(TOKEN_FLAGS | {'id': i, 'content': name})
@@ -125,26 +125,26 @@ class TokenizerVocabulary(Vocabulary):
 
 
 def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
-    """Return the vocabulary of a tokenizer.json or vocab.json, and of the settings in its folder."""
+    """Return the vocabulary of a tokenizer.json or vocab.json, with the settings in its folder."""
     content = paths.read_json(file)
-    beside: dict = {}
+    settings: dict = {}
     for name in ('config.json', 'tokenizer_config.json'):
         if paths.is_file(file.parent / name):
-            beside |= paths.read_json(file.parent / name)
-    model_type = beside.get('model_type')
-    name = beside.get('tokenizer_class') or (T5_TOKENIZER if model_type in T5_MODELS else '')
+            settings |= paths.read_json(file.parent / name)
+    model_type = settings.get('model_type')
+    name = settings.get('tokenizer_class') or (T5_TOKENIZER if model_type in T5_MODELS else '')
     try:
         if file.name == ROBERTA_VOCAB:
-            content = roberta_content(file.parent, content, beside)
+            content = roberta_content(file.parent, content, settings)
         if name.removesuffix('Fast') == T5_TOKENIZER and model_type != 'umt5':
             content |= t5_steps(content)
             content['model']['byte_fallback'] = False
         ends = content.get('post_processor') or {}
-        # The file that a run keeps has no settings beside it: it has OURS.
-        if ends.get('type') == ROBERTA_ENDS and 'tokenizer_class' in beside:
+        # The file of a run has RUN_KEYS instead of settings in its folder.
+        if ends.get('type') == ROBERTA_ENDS and 'tokenizer_class' in settings:
             content['bos_token'], _ = ends['cls']
         vocabulary = TokenizerVocabulary(content)
-        eos = beside.get('eos_token')
+        eos = settings.get('eos_token')
         if isinstance(eos, dict):
             eos = eos['content']
         if eos and eos != vocabulary.pieces[vocabulary.eos_id]:
@@ -153,41 +153,41 @@ def read_tokenizer(file: AnyPath) -> TokenizerVocabulary:
         if PAD_ID not in special or vocabulary.eos_id <= PAD_ID:
             name = vocabulary.pieces[PAD_ID]
             raise Refused(
-                f'id 0 is {name!r}, eos_token {eos}: must be a special token, which pads, and a later one'
+                f'id 0 is {name!r}, eos_token {eos}: must be a special token, for padding, and a later one'
             )
         return vocabulary
     except Refused:
         raise
-    except Exception as error:  # the library's have no class of their own
-        raise Refused(f'no {file.name} of transformers ({error!r})') from error
+    except Exception as error:  # the library has no class of its own for errors
+        raise Refused(f'not a {file.name} of transformers ({error!r})') from error
 
 
-def without_ours(content: Mapping) -> dict[str, Any]:
+def without_run_keys(content: Mapping) -> dict[str, Any]:
     """Return the content as a tokenizer.json."""
-    return {name: value for name, value in content.items() if name not in OURS}
+    return {name: value for name, value in content.items() if name not in RUN_KEYS}
 
 
-def roberta_content(folder: AnyPath, vocab: Mapping, beside: Mapping) -> dict[str, Any]:
-    """Return the tokenizer.json that transformers 5 makes of a folder with vocab.json and merges.txt."""
-    name = str(beside.get('tokenizer_class'))
+def roberta_content(folder: AnyPath, vocab: Mapping, config: Mapping) -> dict[str, Any]:
+    """Return the tokenizer.json that transformers 5 makes from a folder with vocab.json and merges.txt."""
+    name = str(config.get('tokenizer_class'))
     if name.removesuffix('Fast') != ROBERTA_TOKENIZER or not paths.is_file(folder / ROBERTA_MERGES):
         raise Refused(
-            f'tokenizer_class={name}: must be {ROBERTA_TOKENIZER}, with {ROBERTA_MERGES}; tokenizer.json may be others'
+            f'tokenizer_class={name}: must be {ROBERTA_TOKENIZER}, with {ROBERTA_MERGES}; others need a tokenizer.json'
         )
     merges = []
     for line in (folder / ROBERTA_MERGES).read_bytes().decode().split('\n'):
         if line and not line.startswith('#version'):
             merges.append(line)
-    settings = dict(beside)
+    settings = dict(config)
     if paths.is_file(folder / 'special_tokens_map.json'):
         settings |= paths.read_json(folder / 'special_tokens_map.json')
-    tokens: dict[str, Mapping] = {}  # {content: flags}; the last list that has one decides
+    tokens: dict[str, Mapping] = {}  # {content: flags}; the last list with a token decides
     names = {}
     for key, usual in ROBERTA_TOKENS.items():
         names[key], flags = content_and_flags(settings.get(key) or usual)
         tokens[names[key]] = {**flags, 'special': True}
-    for listed in settings.get('additional_special_tokens') or ():
-        name, flags = content_and_flags(listed)
+    for special_token in settings.get('additional_special_tokens') or ():
+        name, flags = content_and_flags(special_token)
         tokens[name] = {**flags, 'special': True}
     ids = dict(vocab)
     if paths.is_file(folder / 'added_tokens.json'):
@@ -197,12 +197,12 @@ def roberta_content(folder: AnyPath, vocab: Mapping, beside: Mapping) -> dict[st
     for i, flags in settings.get('added_tokens_decoder', {}).items():
         tokens[flags['content']] = flags
         ids[flags['content']] = int(i)
-    added = []
+    added_tokens = []
     for name, flags in tokens.items():
         token: dict[str, Any] = {'id': ids.setdefault(name, len(ids)), 'content': name}
         for flag, default in TOKEN_FLAGS.items():
             token[flag] = flags.get(flag, default)
-        added.append(token)
+        added_tokens.append(token)
     step = {'add_prefix_space': settings.get('add_prefix_space', False), 'trim_offsets': True}
     ends = {
         'sep': (names['sep_token'], ids[names['sep_token']]),
@@ -210,7 +210,7 @@ def roberta_content(folder: AnyPath, vocab: Mapping, beside: Mapping) -> dict[st
     }
     return {
         'version': '1.0',
-        'added_tokens': sorted(added, key=lambda token: token['id']),
+        'added_tokens': sorted(added_tokens, key=lambda token: token['id']),
         'normalizer': None,
         'pre_tokenizer': {'type': 'ByteLevel', 'use_regex': True, **step},
         'post_processor': {'type': ROBERTA_ENDS, **ends, **step},
@@ -220,14 +220,14 @@ def roberta_content(folder: AnyPath, vocab: Mapping, beside: Mapping) -> dict[st
 
 
 def content_and_flags(token: str | Mapping) -> tuple[str, Mapping]:
-    """Return a token of tokenizer_config.json."""
+    """Return the content and the flags of a token in tokenizer_config.json."""
     if isinstance(token, str):
         return token, {}
     return token['content'], token
 
 
 def t5_steps(content: Mapping) -> dict[str, Any]:
-    """Return the steps that T5Tokenizer of transformers 5 makes of those in a file."""
+    """Return the steps by which T5Tokenizer of transformers 5 replaces a file's."""
     normalizer = content.get('normalizer') or {}
     charsmaps = []
     for step in normalizer.get('normalizers', [normalizer]):

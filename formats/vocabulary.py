@@ -1,6 +1,6 @@
-"""Which vocabulary a checkpoint or a run has, and which one a user names; the tokens that transformers has added.
+"""The vocabulary of a checkpoint or a run, or the one that a user names, with tokens added by transformers.
 
-`vocabulary.py` says what a vocabulary is. Imports no jax.
+`vocabulary.py` defines vocabularies. Imports no jax.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from vocabulary import (
     sentinel_ids_of,
 )
 
-# Names of a vocabulary's file, in the order in which a folder is searched.
+# Names of a vocabulary's file, in search order.
 VOCABULARY_NAMES = (
     'vocabulary.model',
     'spiece.model',
@@ -52,27 +52,26 @@ TOKEN_FILES = [
 
 
 def find_vocabulary(folder: AnyPath, name: str | AnyPath | None = None) -> Vocabulary | None:
-    """Return the vocabulary that `name` names, else the one of a checkpoint or run, else None.
+    """Return the vocabulary that `name` names, or else the one of a checkpoint or run, or None.
 
-    `name` is 'bytes', a SentencePiece model, or a folder that has one; its number of sentinels is that of the
-    checkpoint.
+    `name` is 'bytes', a SentencePiece model, or a folder that has one. The checkpoint tells its number of sentinels.
     """
-    found: Vocabulary | None
+    vocabulary: Vocabulary | None
     if name == 'bytes':
-        found = ByteVocabulary()
+        vocabulary = ByteVocabulary()
     elif name:
-        found = named_vocabulary('vocabulary', name, stored_data(folder)['extra_ids'])
+        vocabulary = named_vocabulary('vocabulary', name, stored_data(folder)['extra_ids'])
     else:
-        found = own_vocabulary(folder)
-    check_tokens(folder, found)
-    return found
+        vocabulary = own_vocabulary(folder)
+    check_tokens(folder, vocabulary)
+    return vocabulary
 
 
 def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocabulary | None:
-    """Return the vocabulary of a checkpoint or run; `extra_ids`: if the folder does not say it."""
-    stored = stored_data(folder, extra_ids)
-    if stored['vocabulary'] == 'bytes':
-        return ByteVocabulary(stored['extra_ids'])
+    """Return the vocabulary of a checkpoint or run; `extra_ids`: for a folder without this setting."""
+    data = stored_data(folder, extra_ids)
+    if data['vocabulary'] == 'bytes':
+        return ByteVocabulary(data['extra_ids'])
     file = model_file(folder)
     if file is None and paths.is_file(folder / ADAPTER_CONFIG):
         base = paths.source_path(base_of(folder), has_weights=False)
@@ -80,7 +79,7 @@ def own_vocabulary(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> Vocab
     if file is None:
         return None
     remedy = 'copy it again, or remove it and name data.vocabulary'
-    return read_model(paths.own_file(file), stored['extra_ids'], remedy)
+    return read_model(paths.own_file(file), data['extra_ids'], remedy)
 
 
 def base_of(folder: AnyPath) -> str:
@@ -108,14 +107,14 @@ def named_vocabulary(setting: str, name: str | AnyPath, extra_ids: int) -> Vocab
         if file is None:
             names = ', '.join(VOCABULARY_NAMES)
             remedy = hub.suggestion(path) or "one, or 'bytes'"
-            raise Refused(f'no such file, and no folder that has {names}: name {remedy}')
-        found = read_model(paths.own_file(file), extra_ids, remedy='name another vocabulary')
-        check_tokens(file.parent, found)
-        return found
+            raise Refused(f'not a file, and not a folder with {names}: name {remedy}')
+        vocabulary = read_model(paths.own_file(file), extra_ids, remedy='name another vocabulary')
+        check_tokens(file.parent, vocabulary)
+        return vocabulary
 
 
 def model_file(folder: AnyPath) -> AnyPath | None:
-    """Return the SentencePiece model in a checkpoint or run, or beside it, else None."""
+    """Return the vocabulary's file in a checkpoint or run, or next to it, else None."""
     for candidate in folders_of(folder):
         for name in VOCABULARY_NAMES:
             if paths.is_file(candidate / name):
@@ -124,14 +123,14 @@ def model_file(folder: AnyPath) -> AnyPath | None:
 
 
 def folders_of(folder: AnyPath) -> list[AnyPath]:
-    """Return the folders in which files that belong to a checkpoint may be, as its vocabulary."""
+    """Return the folders that may have files of a checkpoint, such as its vocabulary."""
     if folder.name.startswith('checkpoint_') or not folder.is_dir():
         return [folder, folder.parent]
     return [folder]
 
 
 def kept_files(vocabulary: Vocabulary | None) -> dict[str, bytes]:
-    """Return the file of a vocabulary in a run, {name: content}; {} for bytes."""
+    """Return {name: content} of a run's vocabulary file; {} for bytes."""
     if vocabulary is None or not vocabulary.model:
         return {}
     name = 'tokenizer.json' if vocabulary.model.startswith(b'{') else 'vocabulary.model'
@@ -156,32 +155,31 @@ def of_model(model: bytes, extra_ids: int) -> Vocabulary:
 def read_model(file: AnyPath, extra_ids: int, remedy: str) -> Vocabulary:
     """Return the vocabulary of a SentencePiece model's file, or of a tokenizer.json. Errors end with `remedy`.
 
-    Tokens that transformers has added to a folder, and whose ids it lists, are in it.
+    It includes the tokens that transformers has added to the folder, if their ids are listed.
     """
     try:
         if file.name in ('tokenizer.json', tokenizer_json.ROBERTA_VOCAB):
-            found: Vocabulary = tokenizer_json.read_tokenizer(file)
+            vocabulary: Vocabulary = tokenizer_json.read_tokenizer(file)
         else:
-            found = of_model(file.read_bytes(), extra_ids)
-            missing, _ = listed_tokens(file.parent, found)
+            vocabulary = of_model(file.read_bytes(), extra_ids)
+            tokens, _ = listed_tokens(file.parent, vocabulary)
             tokenizer = file.parent / 'tokenizer_config.json'
-            is_own = paths.is_file(tokenizer) and is_gemma(paths.read_json(tokenizer))
-            if is_own and BOS in found.pieces:  # text to SentencePiece, a token to transformers
-                found = with_added_tokens(found, [(BOS, found.pieces.index(BOS))], extra_ids)
-            ids = [i for _, i in missing]
-            if ids and ids == list(range(found.size, found.size + len(ids))):
-                found = with_added_tokens(found, missing, extra_ids)
-        if found.unk_id == PAD_ID and '<0x00>' not in found.pieces:
-            logging.warning(
-                '%s: unknown is id 0, which pads: unknown characters are not read', file
-            )
-        return found
-    except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: of `added_settings`
+            has_bos = paths.is_file(tokenizer) and is_gemma(paths.read_json(tokenizer))
+            if has_bos and BOS in vocabulary.pieces:  # SentencePiece takes it for text
+                bos_id = vocabulary.pieces.index(BOS)
+                vocabulary = with_added_tokens(vocabulary, [(BOS, bos_id)], extra_ids)
+            ids = [i for _, i in tokens]
+            if ids and ids == list(range(vocabulary.size, vocabulary.size + len(ids))):
+                vocabulary = with_added_tokens(vocabulary, tokens, extra_ids)
+        if vocabulary.unk_id == PAD_ID and '<0x00>' not in vocabulary.pieces:
+            logging.warning('%s: unknown is id 0, padding: unknown characters are dropped', file)
+        return vocabulary
+    except (Refused, json.JSONDecodeError, RecursionError) as error:  # JSON: in `added_settings`
         raise Refused(f'{file}: {error}: {remedy}') from error
 
 
 def stored_data(folder: AnyPath, extra_ids: int = DEFAULT_EXTRA_IDS) -> dict:
-    """Return the settings `data` of a checkpoint or run, else transformers' extra_ids or `extra_ids`."""
+    """Return the settings `data` of a checkpoint or run, or else transformers' extra_ids or `extra_ids`."""
     defaults = {'extra_ids': extra_ids, 'vocabulary': ''}
     tokenizer = folder / 'tokenizer_config.json'
     if paths.is_file(tokenizer):
@@ -207,7 +205,7 @@ def names_of(vocabulary: Vocabulary) -> list[str]:
 
 
 def changed_id(old: Vocabulary, new: Vocabulary) -> str:
-    """Return which id of `old` is another token in `new`, '' if all tokens of `old` keep their ids."""
+    """Return the first id of `old` that is another token in `new`, in words, or ''."""
     old_names = names_of(old)
     new_names = names_of(new)[: len(old_names)]
     for i, (name, new_name) in enumerate(itertools.zip_longest(old_names, new_names)):
@@ -220,19 +218,19 @@ def changed_id(old: Vocabulary, new: Vocabulary) -> str:
 
 
 def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
-    """Raise Refused for tokens that transformers lists for a checkpoint and `vocabulary` lacks, and for another EOS."""
+    """Raise Refused if `vocabulary` lacks tokens that transformers lists for a checkpoint, or has another EOS."""
     eos_id = getattr(vocabulary, 'eos_id', EOS_ID)
     for folder in folders_of(checkpoint):
         file = folder / 'config.json'
-        stored = paths.read_json(file).get('eos_token_id') if paths.is_file(file) else None
+        eos = paths.read_json(file).get('eos_token_id') if paths.is_file(file) else None
         # Several may end an answer: Gemma's <end_of_turn>.
-        if stored not in (None, eos_id) and eos_id not in np.atleast_1d(stored):
+        if eos not in (None, eos_id) and eos_id not in np.atleast_1d(eos):
             raise Refused(
-                f'{file}: eos_token_id={stored}, and {eos_id} in the vocabulary: use its own'
+                f"{file}: eos_token_id={eos}, and {eos_id} in the vocabulary: use the checkpoint's"
             )
-        missing, files = listed_tokens(folder, vocabulary)
-        if missing:
-            names = first_ten(sorted({repr(name) for name, _ in missing}))
+        tokens, files = listed_tokens(folder, vocabulary)
+        if tokens:
+            names = first_ten(sorted({repr(name) for name, _ in tokens}))
             raise Refused(
                 f'{folder}: the vocabulary lacks {names}: use its own, or remove them from {", ".join(files)}'
             )
@@ -241,10 +239,10 @@ def check_tokens(checkpoint: AnyPath, vocabulary: Vocabulary | None) -> None:
 def listed_tokens(
     folder: AnyPath, vocabulary: Vocabulary | None
 ) -> tuple[list[tuple[str, int | None]], list[str]]:
-    """Return the tokens that transformers lists in a folder and `vocabulary` lacks, and the names of its files.
+    """Return the tokens that transformers lists in a folder but `vocabulary` lacks, and the names of its files.
 
-    The tokens have their ids, where transformers has them, and are sorted by id.
-    A sentinel must have the same id in both; those of ByT5 are bytes here, as in T5X.
+    The tokens are sorted by id, None if transformers does not list it.
+    A sentinel must have the same id in both; ByT5's sentinels are bytes here, as in T5X.
     """
     files = []
     tokens: list[tuple[str, int | None]] = []
@@ -265,43 +263,43 @@ def listed_tokens(
         sentinel_ids = {f'<extra_id_{n}>': int(i) for n, i in enumerate(vocabulary.sentinel_ids)}
         tokens += [(piece, None) for piece in set(pieces) - set(vocabulary.pieces)]
         ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
-    missing: dict[str, int | None] = {}
+    new_tokens: dict[str, int | None] = {}
     for name, i in tokens:
         if SENTINEL.fullmatch(name):
-            own_id = sentinel_ids.get(name.removeprefix('▁'))
-            if sentinel_ids and i not in (None, own_id):
+            sentinel_id = sentinel_ids.get(name.removeprefix('▁'))
+            if sentinel_ids and i not in (None, sentinel_id):
                 raise Refused(
-                    f'{folder}: {name} is id {i} in {", ".join(files)}, and {own_id} with {len(sentinel_ids)} '
+                    f'{folder}: {name} is id {i} in {", ".join(files)}, and {sentinel_id} with {len(sentinel_ids)} '
                     'sentinels: set data.extra_ids, or extra_ids in tokenizer_config.json, to as many'
                 )
         elif i in (PAD_ID, EOS_ID, UNK_ID) or name in ('', *SPECIAL_TOKENS):
             continue
         elif name not in ids or i not in (None, ids[name]):
-            missing[name] = missing.get(name) if i is None else i
-    return sorted(missing.items(), key=lambda token: (token[1] or 0, token[0])), files
+            new_tokens[name] = new_tokens.get(name) if i is None else i
+    return sorted(new_tokens.items(), key=lambda token: (token[1] or 0, token[0])), files
 
 
 def with_added_tokens(
     vocabulary: Vocabulary, tokens: Sequence[tuple[str, int | None]], extra_ids: int
 ) -> Vocabulary:
-    """Return a vocabulary with tokens at their ids, which are pieces of it or follow them."""
+    """Return a vocabulary with additional tokens. Each has its own id, of a piece or after all pieces."""
     if isinstance(vocabulary, TokenizerVocabulary):
         return vocabulary.with_tokens(tokens)
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.model)  # type: ignore[attr-defined]
     content = added_settings(proto)
-    added = content.get('added_tokens', [])
-    added += [{'id': i, 'content': name} for name, i in tokens]
-    content['added_tokens'] = sorted(added, key=lambda token: token['id'])
+    added_tokens = content.get('added_tokens', [])
+    added_tokens += [{'id': i, 'content': name} for name, i in tokens]
+    content['added_tokens'] = sorted(added_tokens, key=lambda token: token['id'])
     proto.normalizer_spec.normalization_rule_tsv = json.dumps(content)
     return of_model(proto.SerializeToString(), extra_ids)
 
 
 def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
-    """Return a vocabulary with the tokens of data.added_tokens, which has tokens and names of .txt files.
+    """Return a vocabulary with the tokens of data.added_tokens, a list of tokens and names of .txt files.
 
-    They follow its ids, but for those that are pieces, as transformers numbers them.
+    As in transformers, tokens that are pieces keep their ids, and the others follow the last id.
     """
-    tokens: list[tuple[str, str]] = []  # with their places
+    tokens: list[tuple[str, str]] = []  # (token, place)
     for entry in entries:
         if not isinstance(entry, str) or not entry.endswith('.txt'):
             tokens.append((entry, 'data.added_tokens'))
@@ -311,7 +309,7 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
         except (OSError, ValueError) as error:
             reason = paths.reason(error)
             raise Refused(f'data.added_tokens={entry!r}: {reason}: name a file in UTF-8') from error
-        text = text.replace('\ufeff', '')  # byte order marks, also of files that were joined
+        text = text.replace('\ufeff', '')  # byte order marks, also within concatenated files
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip():
                 tokens.append((line.rstrip(), f'data.added_tokens, line {number} of {entry},'))
@@ -321,31 +319,31 @@ def add_tokens(vocabulary: Vocabulary, entries: Sequence[str]) -> Vocabulary:
         raise Refused(f'data.added_tokens={tuple(entries)} with bytes: name a SentencePiece model')
     ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
     next_id = vocabulary.size
-    added: dict[str, int | None] = {}
+    new_ids: dict[str, int | None] = {}
     for token, place in tokens:
         is_text = isinstance(token, str) and token.strip()
         if not is_text or SENTINEL.fullmatch(token) or token in SPECIAL_TOKENS:
-            raise Refused(f'{place} has {token!r}: must be a text, and no token of T5')
-        if token not in vocabulary.added_tokens and token not in added:
-            added[token] = ids.get(token, next_id)
+            raise Refused(f'{place} has {token!r}: must be text, and not a token of T5')
+        if token not in vocabulary.added_tokens and token not in new_ids:
+            new_ids[token] = ids.get(token, next_id)
             next_id += token not in ids
-    if not added:
+    if not new_ids:
         return vocabulary
-    return with_added_tokens(vocabulary, list(added.items()), vocabulary.num_extra_ids)
+    return with_added_tokens(vocabulary, list(new_ids.items()), vocabulary.num_extra_ids)
 
 
 def mark_sentinels(vocabulary: Vocabulary, pattern: str) -> None:
-    """Make the pieces of data.sentinels, such as '<unused{}>', the sentinels, from number 0 on. '' changes none."""
+    """Make the pieces of data.sentinels, such as '<unused{}>', the sentinels, from number 0 on. '' changes nothing."""
     if pattern:
         ids = {piece: i for i, piece in enumerate(vocabulary.pieces)}
-        found: list[int] = []
-        while (i := ids.pop(pattern.replace('{}', str(len(found))), -1)) >= 0:
-            found.append(i)
-        vocabulary.sentinel_ids = np.array(found, np.int32)
+        sentinel_ids: list[int] = []
+        while (i := ids.pop(pattern.replace('{}', str(len(sentinel_ids))), -1)) >= 0:
+            sentinel_ids.append(i)
+        vocabulary.sentinel_ids = np.array(sentinel_ids, np.int32)
 
 
 def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
-    """Return the files of a vocabulary, {name: content}, with which transformers gives its ids."""
+    """Return {name: content} of the files from which transformers gets the vocabulary's ids."""
     if vocabulary is None or not vocabulary.model:
         return {}
     config: dict = {'tokenizer_class': T5_TOKENIZER}
@@ -354,7 +352,7 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
         if i >= 0:
             config[name] = vocabulary.pieces[i]
     if isinstance(vocabulary, TokenizerVocabulary):
-        content = tokenizer_json.without_ours(json.loads(vocabulary.model))
+        content = tokenizer_json.without_run_keys(json.loads(vocabulary.model))
         if content | tokenizer_json.t5_steps(content) != content:
             config['tokenizer_class'] = 'PreTrainedTokenizerFast'
         names = [f'<extra_id_{i}>' for i in range(vocabulary.num_sentinels)]
@@ -384,7 +382,7 @@ def files_of(vocabulary: Vocabulary | None) -> dict[str, bytes]:
 
 
 def tokens_of(content: Mapping) -> Iterator[tuple[str, int | None]]:
-    """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it leaves out."""
+    """Yield (name, id) of the tokens that a file of transformers lists; None for an id that it omits."""
     for i, token in content.get('added_tokens_decoder', {}).items():
         yield token['content'], int(i)
     for token in content.get('added_tokens', ()):

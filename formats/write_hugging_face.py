@@ -1,4 +1,4 @@
-"""Writing folders for transformers and peft; hugging_face.py and peft.py read them."""
+"""Write folders for transformers and peft; hugging_face.py and peft.py read them."""
 
 import contextlib
 import json
@@ -29,8 +29,8 @@ def write(
 ) -> None:
     """Write a new folder that transformers opens: all or nothing.
 
-    `arrays` is {our path: array or leaf of an index}: the parameters of `config`, of which at most `shard_bytes`, or
-    one array, are in memory. Source: transformers modeling_utils.py save_pretrained.
+    `arrays`: {our path: array or leaf of an index}, the parameters of `config`. At most `shard_bytes` of them, or one
+    array, are in memory. Source: transformers modeling_utils.py save_pretrained.
     """
     settings = _settings(config)
     settings['eos_token_id'] = EOS_ID
@@ -39,7 +39,7 @@ def write(
         eos_id, *others = vocabulary.ends.answers
         settings['eos_token_id'] = [eos_id, *others] if others else eos_id
     names = names_of(config, arrays)
-    files: list[list[str]] = [[]]  # the paths of each
+    files: list[list[str]] = [[]]  # the paths in each
     num_bytes = 0
     for path, x in arrays.items():
         size = math.prod(x.shape) * x.dtype.itemsize
@@ -69,10 +69,10 @@ def write(
             write_json(unfinished / hugging_face.WEIGHTS_INDEX, index)
 
 
-def names_of(config: model.T5Config, paths_of_ours: Iterable[str]) -> dict[str, str]:
+def names_of(config: model.T5Config, our_paths: Iterable[str]) -> dict[str, str]:
     """Return {our path: transformers' name without .weight}. Raise Refused for a path without one."""
     table = hugging_face.parameter_names(config)
-    names = {path: translate(path, table) for path in paths_of_ours}
+    names = {path: translate(path, table) for path in our_paths}
     unknown = [path for path in sorted(names) if not names[path]]
     if unknown:
         raise Refused(f'transformers has no {first_ten(unknown)}: use --format=t5x')
@@ -81,7 +81,7 @@ def names_of(config: model.T5Config, paths_of_ours: Iterable[str]) -> dict[str, 
 
 @contextlib.contextmanager
 def new_folder(folder: str | paths.AnyPath) -> Iterator[Path]:
-    """Yield a folder that gets the name `folder` at the end."""
+    """Yield an unfinished folder, which is renamed to `folder` at the end."""
     path = paths.disk_path(folder)
     paths.check_new(path)
     if path.exists():
@@ -111,28 +111,28 @@ def _settings(config: model.T5Config) -> dict:
         activations = ('silu', 'linear')
     names = {x: name for name, x in hugging_face.FEED_FORWARDS.items()}
     options = own_model.as_dict(config.options)
-    is_known = activations in names
+    is_supported = activations in names
     if config.module == hugging_face.SWITCH:
-        most = min(2, config.num_encoder_layers, config.num_decoder_layers)
-        is_known = (
+        max_step = min(2, config.num_encoder_layers, config.num_decoder_layers)
+        is_supported = (
             activations == ('relu',)
             and config.logits_via_embedding
-            and options['sparse_step'] <= most
+            and options['sparse_step'] <= max_step
         )
-    if not is_known or config.module not in ('', hugging_face.LONG_T5, hugging_face.SWITCH):
+    if not is_supported or config.module not in ('', hugging_face.LONG_T5, hugging_face.SWITCH):
         raise Refused(
             f'model.module={config.module!r}, mlp_activations={activations}, logits_via_embedding='
-            f'{config.logits_via_embedding}, options={options}: transformers has no such model: use --format=t5x'
+            f'{config.logits_via_embedding}, options={options}: transformers cannot open this model: use --format=t5x'
         )
     name = names[activations]
     model_type = 't5'
     if config.relpos_bias_per_layer:
         model_type = 'umt5'
-    sizes = {theirs: getattr(config, ours) for theirs, ours in hugging_face.SIZES.items()}
+    sizes = {key: getattr(config, field) for key, field in hugging_face.SIZES.items()}
     for field in hugging_face.BUCKETS:
         sizes[field] = getattr(config, field)
-    for theirs, (ours, _) in hugging_face.FAMILY_SETTINGS.get(config.module, {}).items():
-        sizes[theirs] = options[ours]
+    for key, (option, _) in hugging_face.FAMILY_SETTINGS.get(config.module, {}).items():
+        sizes[key] = options[option]
     if config.module == hugging_face.LONG_T5:
         model_type = 'longt5'
         attention, _ = hugging_face.LONG_T5_ATTENTIONS[options['encoder_attention']]
@@ -162,18 +162,18 @@ def _settings(config: model.T5Config) -> dict:
 
 
 def _named_arrays(path: str, name: str, leaf: checkpoint.Leaf) -> dict[str, np.ndarray]:
-    """Return {transformers' name: array} of a parameter: of one array, or of one for each expert."""
+    """Return {transformers' name: array} of a parameter: one array, or one for each expert."""
     x = np.asarray(checkpoint.read_leaf(leaf))
-    named = {name if name.endswith('eoi_embedding') else f'{name}.weight': x}
+    arrays = {name if name.endswith('eoi_embedding') else f'{name}.weight': x}
     if x.ndim == 3:
         start, end = name.split('.experts.')
-        named = {f'{start}.experts.expert_{i}.{end}.weight': matrix for i, matrix in enumerate(x)}
-    for name, matrix in named.items():
+        arrays = {f'{start}.experts.expert_{i}.{end}.weight': matrix for i, matrix in enumerate(x)}
+    for name, matrix in arrays.items():
         if hugging_face.is_transposed(path):
-            named[name] = hugging_face.transpose(matrix)
+            arrays[name] = hugging_face.transpose(matrix)
         else:
-            named[name] = np.ascontiguousarray(matrix)
-    return named
+            arrays[name] = np.ascontiguousarray(matrix)
+    return arrays
 
 
 # Adapters.
@@ -188,8 +188,8 @@ def write_peft(
 ) -> None:
     """Write a new folder that peft opens: all or nothing.
 
-    `config`: of the model with `kernels`, {our path of a kernel: (lora_a, lora_b)}, of one rank, or with a `prompt`;
-    `base`: the path or name of the base.
+    The adapters are `kernels`, {our path of a kernel: (lora_a, lora_b)}, all of config.lora_rank, or a `prompt`. `base`:
+    the path or name of the base.
     """
     settings: dict = {
         'base_model_name_or_path': base,

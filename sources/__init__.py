@@ -1,6 +1,6 @@
-"""Where records come from: the types that all sources share. `sources.open` opens one.
+"""Sources of records: the types that all of them share. `sources.open` opens one.
 
-A source shuffles its records and divides each epoch among the lanes of the batch. It knows no
+A source shuffles its records and divides each epoch among the lanes of the batch. It knows nothing about
 tokens. Imports no format and no jax.
 """
 
@@ -27,17 +27,17 @@ MAX_WEIGHT = 1e30  # the largest weight of an example
 
 
 class Record(NamedTuple):
-    """A stored record. A field is a text, in a task cache an array of ids, else a value of JSON."""
+    """A stored record. Its fields are texts, arrays of ids in a task cache, or other values of JSON."""
 
-    name: str  # path:offset, in a gzipped file path:line, in Parquet path:row
+    name: str  # path:offset; in a gzipped file path:line, in Parquet path:row
     fields: dict
-    split_key: str = ''  # its hash decides on the split; '' stands for the fields
+    split_key: str = ''  # its hash chooses the split; '': the hash of the fields
 
 
 def value_at(fields: Mapping, name: str) -> Any:
     """Return a value of a record: 'answers/text/0' is the first of a list within a field.
 
-    A field of that very name takes precedence. None stands for a value that is not there.
+    A field of exactly this name takes precedence. Returns None if there is no value.
     """
     if name in fields:
         return fields[name]
@@ -53,7 +53,7 @@ def value_at(fields: Mapping, name: str) -> Any:
 
 
 def weight_at(fields: Mapping, name: str) -> np.ndarray:
-    """Return a value of a record that is the weight of an example, float32 []."""
+    """Return the weight of an example, float32 [], which is a value of its record."""
     value = value_at(fields, name)
     try:
         weight = float(value)
@@ -98,15 +98,15 @@ class Document(NamedTuple):
 
 
 class Part(abc.ABC):
-    """The records of one split, or of two that a hash of each record tells apart."""
+    """The records of one split, or of two that a hash of each record separates."""
 
-    num_records: int | None = None  # None if counting takes reading all of them
+    num_records: int | None = None  # None if counting requires reading all of them
     files: list[FileRecord] = []
     features: Collection[str] | None = None  # the names of ids; None if records are texts
 
     @functools.cached_property
     def order(self) -> Callable[[int, int | str, int], np.ndarray]:
-        """Return `compute_order`, which remembers the last epochs: every lane asks for them."""
+        """Return `compute_order`, cached for the last epochs: every lane asks for them."""
         return functools.lru_cache(maxsize=16)(self.compute_order)
 
     def compute_order(self, num_items: int, seed: int | str, epoch: int) -> np.ndarray:
@@ -117,7 +117,7 @@ class Part(abc.ABC):
     def pools(self, share: Share, first: int) -> Iterator[tuple[int, list[Record | None]]]:
         """Yield (number, records) of the pools of a lane, from number `first` on.
 
-        None stands for a line without a record: an offset in a pool means a line.
+        None stands for a line without a record, because offsets in a pool count lines.
         """
 
     @abc.abstractmethod
@@ -133,13 +133,13 @@ class Part(abc.ABC):
         return True
 
     def count_records(self) -> int | None:
-        """Return the number of records, None if counting would take reading all of them."""
+        """Return the number of records, None if counting would require reading all of them."""
         return self.num_records
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A corpus. Without files for validation, a hash of each record decides on its split."""
+    """A corpus. Without files for validation, a hash of each record chooses its split."""
 
     description: str
     corpus: str  # 'files', 'cache', 'tfds', 'cmudict', 'pydoc' or 'pydoc instead of C4'
@@ -155,7 +155,7 @@ class Source:
 
     @property
     def features(self) -> Collection[str] | None:
-        """The features of a task cache; None where records are texts."""
+        """The features of a task cache; None if records are texts."""
         part = self.train
         if self.validation is not None and not self.may_hold('train'):
             part = self.validation
@@ -184,13 +184,13 @@ class Source:
                 yield record
 
     def next_epoch(self, split: str, share: Share) -> int:
-        """Return the first epoch, starting with that in `share`, in which its lane has something to read."""
+        """Return the first epoch, from `share.epoch` on, in which its lane has something to read."""
         if self.part_of(split).has_share(share):
             return share.epoch
         return share.epoch + share.num_lanes - share.slot
 
     def part_of(self, split: str) -> Part:
-        """Return what holds the records of a split."""
+        """Return the part that holds the records of a split."""
         if split == 'test':
             return self.test
         if split == 'validation' and self.validation is not None:
@@ -218,7 +218,7 @@ class Source:
         return is_validation == (split == 'validation')
 
     def may_hold(self, split: str) -> bool:
-        """Return False where the settings alone leave `split` without a document."""
+        """Return False if the settings alone leave `split` without a document."""
         if split == 'test':
             return self.open_test is not None
         if self.part_of(split).num_records == 0:
@@ -228,12 +228,12 @@ class Source:
         return True
 
     def check_not_empty(self, split: str) -> None:
-        """Raise Refused if the files of `split` are without a document."""
+        """Raise Refused if the files of `split` have no document."""
         if all(record is None for record in self.part_of(split).in_order()):
             self.raise_empty(split)
 
     def raise_empty(self, split: str) -> None:
-        """Raise Refused: a split has no text."""
+        """Raise Refused for a split without text."""
         part = self.part_of(split)
         files = [file.path for file in self.files if self.part_of(file.split) is part]
         where = first_ten(files) or self.description
@@ -248,16 +248,16 @@ class Source:
             return
         if self.vocabulary_hash not in (None, vocabulary_hash):
             raise Refused(
-                f'{self.description} have ids of another vocabulary: set data.vocabulary and data.extra_ids to those'
+                f'{self.description} have ids of another vocabulary: set data.vocabulary and data.extra_ids to match'
             )
-        missing = set(features) - set(self.features)
-        if missing:
+        absent_features = set(features) - set(self.features)
+        if absent_features:
             raise Refused(
-                f'{self.description} have no feature {min(missing)!r}: set data.use_cached=no'
+                f'{self.description} have no feature {min(absent_features)!r}: set data.use_cached=no'
             )
 
     def faults(self) -> tuple[list[str], int]:
-        """Return the lines left out since the last call, at most ten, and the number of all."""
+        """Return the bad lines since the last call, at most ten, and the number of all."""
         return self.bad_lines.take()
 
 
@@ -271,43 +271,43 @@ def bytes_of(value: Any) -> bytes:
 
 
 class BadLines:
-    """The lines that cannot be read: the first one stops, or few are left out, each counted once. Thread-safe."""
+    """Lines that cannot be read: the first stops the run, or a few are skipped, each counted once. Thread-safe."""
 
     def __init__(self, action: str, max_fraction: float, kind: str = ''):
         self.action = action
         self.max_fraction = max_fraction
-        self.kind = kind  # how all files are read; '' if their names tell
+        self.kind = kind  # '' if the names of the files tell
         self.num_read = 0  # lines, roughly: two threads may lose one
-        self._found: set[tuple[str, int]] = set()
-        self._num_found = 0  # lines: a row of a table may have several
+        self._positions: set[tuple[str, int]] = set()
+        self._num_lines = 0  # a row of a table may have several
         self._unreported: collections.deque[BadLine] = collections.deque(maxlen=10)
         self._lock = threading.Lock()
 
     def add(self, path: str, position: int, reason: str, num_lines: int = 1) -> None:
-        """Count a line, or the lines of a row. Raises Refused where that stops the run.
+        """Count a bad line, or the lines of a row. Raises Refused if that stops the run.
 
-        `position` is the offset of the line in bytes, in a gzipped file the number of the line.
+        `position` is the offset of the line in bytes, or in a gzipped file its number.
         """
         line = self.line(path, position, reason)
         if self.action == 'stop':
             raise Refused(f'data.on_bad_line=stop (skip leaves it out): {line.describe()}')
         with self._lock:
-            if (path, position) in self._found:
+            if (path, position) in self._positions:
                 return
-            self._found.add((path, position))
-            self._num_found += num_lines
+            self._positions.add((path, position))
+            self._num_lines += num_lines
             self._unreported.append(line)
             bound = max(10, self.max_fraction * self.num_read)
-            if self._num_found > bound:
+            if self._num_lines > bound:
                 raise Refused(
-                    f'{self._num_found:,} bad lines of {self.num_read:,}, more than {bound:,.0f} '
+                    f'{self._num_lines:,} bad lines of {self.num_read:,}, more than {bound:,.0f} '
                     f'(data.max_bad_fraction={self.max_fraction}, or 10): correct {line.describe()}'
                 )
 
     def add_record(self, name: str, reason: str) -> None:
-        """Count a bad record. Raises Refused where that stops the run."""
+        """Count a bad record. Raises Refused if that stops the run."""
         path, _, position = name.rpartition(':')
-        if not path:  # in no file: nothing is left out
+        if not path:  # not in a file: it cannot be skipped
             raise Refused(f'{name}: {reason}')
         self.add(path, int(position), reason)
 
@@ -324,7 +324,7 @@ class BadLines:
     def record(
         self, path: str, position: int, read: Callable, *arguments, num_lines: int = 1
     ) -> Record | None:
-        """Return the record of the fields that `read` returns; None for a blank line, None, or a bad one, Refused."""
+        """Return the record of the fields that `read` returns; None for a blank line (None) or a bad one (Refused)."""
         self.num_read += num_lines
         try:
             fields = read(*arguments)
@@ -336,21 +336,21 @@ class BadLines:
         return Record(f'{path}:{position}', fields)
 
     def take(self) -> tuple[list[str], int]:
-        """Return the lines since the last call, at most ten, described, and the number of all."""
+        """Return descriptions of the lines since the last call, at most ten, and the number of all lines."""
         with self._lock:
             unreported = list(self._unreported)
             self._unreported.clear()
-            return [line.describe() for line in unreported], self._num_found
+            return [line.describe() for line in unreported], self._num_lines
 
 
 class BadLine(NamedTuple):
     path: str
-    position: int  # offset in bytes, in a gzipped file the number of the line, in Parquet the row
+    position: int  # offset in bytes; in a gzipped file the number of the line, in Parquet the row
     reason: str
     kind: str  # the file's
 
     def describe(self) -> str:
-        """Return one line of text. To number the line, a plain file is read up to there."""
+        """Return one line of text. To number the line, this reads a plain file up to there."""
         if self.reason.startswith(self.path):  # the reader has named the record
             return self.reason
         return f'{self.name()}: {self.reason}'
@@ -358,13 +358,13 @@ class BadLine(NamedTuple):
     def name(self) -> str:
         """Return the name of the record: 'line 15 of mine.jsonl'."""
         if '.array_record-' in self.path or '.ids-' in self.path:
-            what = f'record {self.position}'
+            item = f'record {self.position}'
         elif '.tfrecord-' in self.path:
-            what = f'the record at byte {self.position}'
+            item = f'the record at byte {self.position}'
         elif self.kind == 'parquet':
-            what = f'row {max(self.position, 1)}'  # an empty file has none
+            item = f'row {max(self.position, 1)}'  # an empty file has none
         elif is_gzipped(self.path):
-            what = f'line {max(self.position, 1)}'
+            item = f'line {max(self.position, 1)}'
         else:
-            what = f'line {1 + count_newlines(self.path, self.position)}'
-        return f'{what} of {self.path}'
+            item = f'line {1 + count_newlines(self.path, self.position)}'
+        return f'{item} of {self.path}'

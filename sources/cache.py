@@ -5,12 +5,12 @@
     ROOT/TASK/stats.SPLIT.json                     numbers of examples and tokens
     ROOT/TASK/SPLIT.tfrecord-00000-of-00064 ...
 
-Caches of this program have the ids a second time, in files that SeqIO ignores and that need no parsing:
+Our caches also store the ids in files that need no parsing and that SeqIO ignores:
 
     ROOT/TASK/SPLIT.ids-00000-of-00064 ...         int32, one example after another
-    ROOT/TASK/SPLIT.index-00000-of-00064 ...       int64 [examples, 4], an IndexEntry of each
+    ROOT/TASK/SPLIT.index-00000-of-00064 ...       int64 [examples, 4], an IndexEntry for each
 
-A colon in a task's name is a folder. Source: seqio/dataset_providers.py `_CachedDataProvider`,
+A colon in a task's name separates folders. Source: seqio/dataset_providers.py `_CachedDataProvider`,
 seqio/utils.py. Imports no jax and no TensorFlow.
 """
 
@@ -35,9 +35,9 @@ from sources.files import FileRecord
 from sources.tfrecord import ByteRange, ByteRanges, read_record, record_offsets
 
 MAX_CACHE_BLOCKS = 1 << 20
-MAX_INDEXED_BYTES = 1 << 28  # the examples of a larger cache are not found when it is opened
+MAX_INDEXED_BYTES = 1 << 28  # a larger cache is not indexed when it is opened
 TEXT = 'string'  # the dtype of bytes in info.json
-# The dtypes of a cache of this program, its inputs, and the version of SeqIO whose layout it has.
+# Our caches: the dtypes, the file that records the origin, and the version of SeqIO whose layout they have.
 STORED_DTYPES = {'b': 'bool', 'i': 'int64', 'u': 'int64', 'f': 'float32'}
 ORIGIN = 'cache.json'
 SEQIO_VERSION = '0.0.20'
@@ -50,20 +50,20 @@ class FeatureInfo(NamedTuple):
 
 
 class IndexEntry(NamedTuple):
-    """Where the ids of an example are: its inputs, and after them its targets."""
+    """The position of an example's ids: its inputs, followed by its targets."""
 
-    start: int  # number of the first one in the file of ids
+    start: int  # index of the first id in the file of ids
     num_inputs: int
     num_targets: int
-    crc32c: int  # the checksum of all of them
+    crc32c: int  # the checksum of these ids
 
 
 class Ids(NamedTuple):
-    """The ids of the examples of a shard, and where each example has its own."""
+    """The ids of the examples of a shard, and the position of each example's."""
 
     path: str
-    ids: np.ndarray  # int32, in the file
-    entries: np.ndarray  # int64 [examples, 4], in the file
+    ids: np.ndarray  # int32, memory-mapped
+    entries: np.ndarray  # int64 [examples, 4], memory-mapped
 
 
 class Split(NamedTuple):
@@ -96,7 +96,7 @@ def splits(folder: paths.AnyPath) -> list[str]:
 
 
 def open_split(folder: paths.AnyPath, split: str) -> Split:
-    """Return the info that a folder has of a split."""
+    """Return the info of a split."""
     available = splits(folder)
     if split not in available:
         raise Refused(f'{folder} has no split {split!r}: use one of {available}')
@@ -130,7 +130,7 @@ def vocabulary_hash(folder: paths.AnyPath) -> str | None:
     file = folder / ORIGIN
     if not file.exists() and not any(folder.glob('*.ids-*')):
         return None
-    # 'None', if it is missing, matches no vocabulary.
+    # If the hash is missing, 'None' matches no vocabulary.
     return str(read_json(file).get('vocabulary_hash'))
 
 
@@ -147,7 +147,7 @@ def read_example(path: str | Path, offset: int, split: Split) -> dict:
 
 
 def described(value: Any) -> dict | None:
-    """Return what info.json says of the value of a field; None for one that a cache cannot hold.
+    """Return the description in info.json of a field's value; None for a value that a cache cannot hold.
 
     A cache holds texts, numbers and flat lists of them. An empty list has the dtype ''.
     """
@@ -165,8 +165,7 @@ def described(value: Any) -> dict | None:
         array = np.array(values)
     except ValueError:  # lists of different lengths
         return None
-    is_held = array.ndim == 1 and array.dtype.kind in STORED_DTYPES and array.dtype != np.uint64
-    if not is_held:
+    if array.ndim != 1 or array.dtype.kind not in STORED_DTYPES or array.dtype == np.uint64:
         return None
     return {'dtype': STORED_DTYPES[array.dtype.kind], 'shape': shape}
 
@@ -200,7 +199,7 @@ def write_info(folder: Path, split: str, statistics: Sequence[Mapping]) -> None:
         'seqio_version': SEQIO_VERSION,
     }
     if total['examples'] == 0:
-        info = {}  # as SeqIO says of a split without examples
+        info = {}  # as SeqIO writes for a split without examples
     for name, content in (('stats', total), ('info', info)):
         text = json.dumps(content, indent=2, sort_keys=True)  # as SeqIO writes it
         paths.replace_file(folder / f'{name}.{split}.json', text.encode())
@@ -214,8 +213,8 @@ def decode(content: bytes, split: Split) -> dict:
     message = example_class()()
     try:
         message.ParseFromString(content)
-    except Exception as error:  # protobuf's own class depends on its version
-        raise Refused(f'no tf.train.Example ({error}): copy the file again') from None
+    except Exception as error:  # the class of protobuf's errors depends on its version
+        raise Refused(f'not a tf.train.Example ({error}): copy the file again') from None
     example = {}
     for name, info in split.features.items():
         feature = message.features.feature[info.stored_name]  # empty if not stored
@@ -223,7 +222,7 @@ def decode(content: bytes, split: Split) -> dict:
         values = getattr(feature, kind).value if kind else []
         try:
             example[name] = shaped(values, info)
-        except (AttributeError, OverflowError, ValueError):  # of another kind, too large
+        except (AttributeError, OverflowError, ValueError):  # another kind, too large
             raise Refused(
                 f'feature {name!r} is not {info.dtype} of shape {list(info.shape)}: cache the task again'
             ) from None
@@ -231,16 +230,16 @@ def decode(content: bytes, split: Split) -> dict:
 
 
 def shaped(values: Sequence, info: FeatureInfo) -> Any:
-    """Return a feature's values: an array, a list of texts, or a scalar. Raises ValueError if an integer is cut off."""
+    """Return a feature's values: an array, a list of texts, or a scalar. Raises ValueError for a too large integer."""
     if info.dtype == TEXT:
         values = [text_of(value) for value in values]
         if info.shape:
             return values
         array = np.array(values, object)
     else:
-        stored = np.array(values)
-        array = stored.astype(info.dtype)
-        if array.dtype.kind == 'i' and (array != stored).any():
+        exact = np.array(values)
+        array = exact.astype(info.dtype)
+        if array.dtype.kind == 'i' and (array != exact).any():
             raise ValueError(array)
     array = array.reshape([-1 if size is None else size for size in info.shape])
     return array if info.shape else array.item()
@@ -274,11 +273,11 @@ def encode(example: Mapping) -> bytes:
 
 @functools.cache
 def example_class() -> Any:
-    """Return the class of tf.train.Example. That of TFDS needs no TensorFlow."""
+    """Return TFDS's class for tf.train.Example, which needs no TensorFlow."""
     return importlib.import_module('tensorflow_datasets.proto.tf_example_generated_pb2').Example
 
 
-# Ids in files of their own.
+# Files of ids.
 
 
 def ids_files(path: str) -> tuple[str, str]:
@@ -289,7 +288,7 @@ def ids_files(path: str) -> tuple[str, str]:
 
 
 def write_ids(file: IO[bytes], start: int, inputs: np.ndarray, targets: np.ndarray) -> IndexEntry:
-    """Append the ids of an example, of which `start` are in the file. Return its entry."""
+    """Append the ids of an example to a file with `start` ids. Return its entry."""
     content = inputs.astype('<i4').tobytes() + targets.astype('<i4').tobytes()
     file.write(content)
     return IndexEntry(start, len(inputs), len(targets), google_crc32c.value(content))
@@ -319,12 +318,12 @@ def read_ids(shard: Ids, i: int) -> dict[str, np.ndarray]:
     start, num_inputs, num_targets, crc = shard.entries[i].tolist()
     ids = shard.ids[start : start + num_inputs + num_targets]
     end_of_last = sum(itertools.chain(*shard.entries[i - 1 : i, :3].tolist()))
-    if start != end_of_last or google_crc32c.value(ids.tobytes()) != crc:  # zeros have a valid one
+    if start != end_of_last or google_crc32c.value(ids.tobytes()) != crc:  # zeros have a valid crc
         raise Refused(f'{shard.path}: example {i} is damaged: cache the task again')
     return {'inputs': ids[:num_inputs], 'targets': ids[num_inputs:]}
 
 
-# As parts of a source.
+# Parts of a source.
 
 
 class CachedRecords(Blocks):
@@ -337,23 +336,23 @@ class CachedRecords(Blocks):
         bad_lines: BadLines,
         features: Collection[str] = FEATURES,
     ):
-        present = {name: split.features[name] for name in features if name in split.features}
-        for name in present.keys() & set(FEATURES):
-            if 'int' not in present[name].dtype or len(present[name].shape) != 1:
+        infos = {name: split.features[name] for name in features if name in split.features}
+        for name in infos.keys() & set(FEATURES):
+            if 'int' not in infos[name].dtype or len(infos[name].shape) != 1:
                 folder = split.files[0].parent
                 raise Refused(
                     f'{folder}: feature {name!r} is not a list of ids: set data.use_cached=no'
                 )
         self.whole_split = split
-        self.split = split._replace(features=present)
-        self.features = present.keys()
+        self.split = split._replace(features=infos)
+        self.features = infos.keys()
         self.files: list[FileRecord] = files
         self.names = [file.path for file in files]
         self.bad_lines = bad_lines
         self.open_blocks()
         if split.num_examples not in (None, self.num_records):
             folder = split.files[0].parent
-            raise Refused(f'{folder}: its stats are of other examples: copy the folder again')
+            raise Refused(f'{folder}: its stats describe other examples: copy the folder again')
 
     def open_blocks(self) -> None:
         """Find where each example begins."""
@@ -374,12 +373,12 @@ class CachedRecords(Blocks):
 
 
 class CachedIds(CachedRecords):
-    """A task cache of this program, from its files of ids. A block has one example, or a few of very many."""
+    """One of our task caches, read from its files of ids. A block has one example, or a few of very many."""
 
     def open_blocks(self) -> None:
         self.shards = [open_ids(name) for name in self.names]
         self.divide(len(shard.entries) for shard in self.shards)
-        self.num_records: int = self.num_blocks  # as long as each is a block
+        self.num_records: int = self.num_blocks  # so far each is a block
         self.records_per_block = max(-(-self.num_records // MAX_CACHE_BLOCKS), 1)
         self.num_blocks = -(-self.num_records // self.records_per_block)
 
@@ -394,7 +393,7 @@ class CachedIds(CachedRecords):
 
 
 class LargeCache(ByteRanges, CachedRecords):
-    """A task cache with too many examples to find all of them when it is opened, or one in a bucket."""
+    """A task cache that is too large to index when it is opened, or is in a bucket."""
 
     def open_blocks(self) -> None:
         self.num_records = self.split.num_examples

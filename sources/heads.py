@@ -1,4 +1,4 @@
-"""The first bytes of a file, and whether they fit the format as which it is read."""
+"""The first bytes of a file, and whether they match its kind."""
 
 import contextlib
 import gzip
@@ -36,7 +36,7 @@ FORMATS = {
 def open_unzipped(
     path: str, read_ahead: int = HEAD_BYTES, num_bytes: int | None = None
 ) -> Iterator[io.BufferedIOBase]:
-    """Open a file for reading, its content if it is gzipped. `num_bytes`: as of `paths.open_file`."""
+    """Open a file for reading, decompressed if it is gzipped. `num_bytes`: see `paths.open_file`."""
     with paths.open_file(path, read_ahead, num_bytes) as file:
         if is_gzipped(path):
             with gzip.open(file) as unzipped:
@@ -46,7 +46,7 @@ def open_unzipped(
 
 
 def read_head(path: str, num_bytes: int | None = None) -> bytes:
-    """Return the first bytes of a file, unzipped; of broken gzip those before the damage."""
+    """Return the first bytes of a file, decompressed; if its gzip is broken, the bytes before the damage."""
     head = b''
     with (
         contextlib.suppress(EOFError, zlib.error, gzip.BadGzipFile),
@@ -58,11 +58,11 @@ def read_head(path: str, num_bytes: int | None = None) -> bytes:
 
 
 def check_head(title: str, kind: str, head: bytes) -> None:
-    """Raise Refused if a file that begins with `head` is read as another format."""
-    for mark, (what, remedy) in FORMATS.items():
-        is_found = re.match(mark, head, re.DOTALL) is not None
-        if is_found and not (kind == 'parquet' and mark == PARQUET):
-            raise Refused(f'{title} is {what}, not {kind}: {remedy}')
+    """Raise Refused if `head` shows that a file is not of this kind."""
+    for mark, (file_format, remedy) in FORMATS.items():
+        is_match = re.match(mark, head, re.DOTALL) is not None
+        if is_match and not (kind == 'parquet' and mark == PARQUET):
+            raise Refused(f'{title} is {file_format}, not {kind}: {remedy}')
     if kind == 'parquet':
         return
     if head.count(b'\0') > len(head) / 4:
@@ -70,4 +70,4 @@ def check_head(title: str, kind: str, head: bytes) -> None:
     if b'\r' in head.strip() and b'\n' not in head:
         raise Refused(f"{title} has line ends of old Macs (CR): use `tr '\\r' '\\n'`")
     if kind == 'jsonl' and re.match(rb'(\xef\xbb\xbf)?\s*(\[\s*\{|[\[{][ \t\r]*\n)', head):
-        raise Refused(f'{title} is JSON over many lines: write a record a line, as `jq -c .` does')
+        raise Refused(f'{title} is multi-line JSON: write one record per line, as `jq -c .` does')

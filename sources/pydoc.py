@@ -17,13 +17,13 @@ from sources.deal import RecordsInMemory
 def open_source(data_group) -> Source:
     """Return this Python's documentation as a source.
 
-    A record has a text and its two parts, 'summary' and 'rest'. Texts of one summary are in one
-    split, so that no task sees the answers of its validation in training.
+    A record has a text and its two parts, 'summary' and 'rest'. Texts with the same summary are in the same
+    split, so no task sees the answers of its validation in training.
     """
     records = []
     for name, text in documents():
-        summary, _, rest = text.partition('\n')
-        fields = {data_group.text_field: ' '.join(text.split()), 'summary': summary, 'rest': rest}
+        summary, _, body = text.partition('\n')
+        fields = {data_group.text_field: ' '.join(text.split()), 'summary': summary, 'rest': body}
         words = re.findall(r'\w+', summary.lower())
         records.append(Record(name, fields, split_key=' '.join(words)))
     corpus = 'pydoc instead of C4' if data_group.task.startswith('c4') else 'pydoc'
@@ -69,7 +69,7 @@ def documents() -> list[tuple[str, str]]:
 
 
 def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each docstring in a Python file; `parts` are of the module's name."""
+    """Yield (name, text) of each docstring in a Python file; `parts`: of the module's name."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -79,8 +79,8 @@ def docstrings(path: pathlib.Path, parts: tuple[str, ...]) -> Iterator[tuple[str
             text = ast.get_docstring(node)
             if text:
                 name = '.'.join([*parts, getattr(node, 'name', '')]).rstrip('.')
-                summary, _, rest = text.partition('\n\n')
-                yield name, f'{" ".join(summary.split())}\n{" ".join(rest.split())}'.strip()
+                summary, _, body = text.partition('\n\n')
+                yield name, f'{" ".join(summary.split())}\n{" ".join(body.split())}'.strip()
 
 
 def statements(tree: ast.Module) -> Iterator[ast.AST]:

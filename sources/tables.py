@@ -1,7 +1,7 @@
 """Lines as records: JSON objects, rows of CSV and TSV, and plain lines.
 
-The first row of a table names its columns. In CSV a field may be quoted, in TSV a quote is a character;
-a table with data.delimiter is CSV with that delimiter, whatever its name.
+The first row of a table names its columns. In CSV, a field may be quoted; in TSV, a quote is a plain
+character. A table with data.delimiter is CSV with that delimiter, whatever its name.
 """
 
 import codecs
@@ -23,12 +23,12 @@ from sources.files import MAX_LINE_BYTES, is_gzipped, kind_of
 from sources.heads import open_unzipped
 from sources.templates import fields_named, templates_of
 
-# A longer row of CSV has a quote that nobody closed.
+# A longer row of CSV has an unclosed quote.
 MAX_ROW_BYTES = 1 << 24
 
 
 class Number(float):
-    """A number of JSON whose text stays as in its line: 1.50, 1e5, or 20 digits."""
+    """A number of JSON that keeps its text: 1.50, 1e5, or 20 digits."""
 
     def __init__(self, text: str):
         self.text = text
@@ -46,13 +46,13 @@ def number_of(text: str) -> float:
 JSON = json.JSONDecoder(
     parse_float=Number,
     parse_int=number_of,
-    # Python also writes NaN, Infinity and -Infinity, which JSON does not have: missing values, as null.
+    # Python also writes NaN, Infinity and -Infinity, which JSON lacks: they are missing values, like null.
     parse_constant=lambda name: None,
 )
 
 
 class LineParser:
-    """Makes a record of a line: the fields that the settings name, all with `whole_records`."""
+    """Turns a line into a record of the fields that the settings name, or of all with `whole_records`."""
 
     def __init__(self, data_group, bad_lines: BadLines, whole_records: bool = False):
         self.kind = data_group.kind
@@ -66,12 +66,12 @@ class LineParser:
         keys = [template.key for template in self.templates.values()] or ['data.text_field']
         if self.templates and data_group.weight:
             keys.append('data.weight')
-        self.remedy = f'correct {" or ".join(keys)}'  # if a record does not fill a slot
-        self._kinds: dict[str, str] = {}  # by file; every line asks for it
+        self.remedy = f'correct {" or ".join(keys)}'  # for a slot that a record does not fill
+        self._kinds: dict[str, str] = {}  # by file; every line needs its kind
         self._headers: dict[str, list[str]] = {}
 
     def kind_of(self, path: str) -> str:
-        """Return how a file is read: as data.kind, or by its name if that is ''."""
+        """Return the kind of a file: data.kind, or by the file's name if that is ''."""
         if path not in self._kinds:
             self._kinds[path] = kind_with_delimiter(self.kind or kind_of(path), self.delimiter)
         return self._kinds[path]
@@ -92,16 +92,16 @@ class LineParser:
     def __call__(self, path: str, position: int, line: bytes) -> Record | None:
         """Return the record of a line; None for a blank line and for a bad one that is skipped.
 
-        `position` is the offset of the line in bytes, in a gzipped file the number of the line.
+        `position` is the offset of the line in bytes, or in a gzipped file its number.
         """
-        # A quote that is not closed makes thousands of lines one row.
+        # An unclosed quote makes thousands of lines one row.
         num_lines = max(line.count(b'\n'), 1)
         return self.bad_lines.record(
             path, position, self.fields_of, path, position, line, num_lines=num_lines
         )
 
     def fields_of_row(self, values: dict) -> dict | None:
-        """Return the fields of a row of Parquet, as of a JSON object."""
+        """Return the fields of a row of Parquet, as for a JSON object."""
         return self.fields_named_in(as_json(values))
 
     def fields_of(self, path: str, position: int, content: bytes) -> dict | None:
@@ -112,7 +112,7 @@ class LineParser:
                 f'it has more than {MAX_LINE_BYTES:,} bytes: cut the lines with `fold -s -w 2000 FILE`'
             )
         is_first = position < 2 and position == int(is_gzipped(path))
-        line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also where files were joined
+        line = decoded(content.removeprefix(codecs.BOM_UTF8))  # also within concatenated files
         if not line.strip() or (is_first and kind in ('csv', 'tsv')):
             return None
         if kind == 'text' and '\0' in line:
@@ -120,12 +120,12 @@ class LineParser:
         header: list[str] = []
         if kind in ('csv', 'tsv'):
             header = self.header(path)
-        found = fields_of_line(line, kind, self.text_field, header, self.delimiter)
+        values = fields_of_line(line, kind, self.text_field, header, self.delimiter)
         if kind == 'jsonl':
             if self.whole_records and '\\u' in line:
-                check_encodes(json.dumps(found, ensure_ascii=False))
-            return self.fields_named_in(found)
-        fields = {field: found[field].strip() for field in self.fields or found}
+                check_encodes(json.dumps(values, ensure_ascii=False))
+            return self.fields_named_in(values)
+        fields = {field: values[field].strip() for field in self.fields or values}
         return fields if any(fields.values()) else None
 
     def fields_named_in(self, content: dict) -> dict | None:
@@ -156,16 +156,16 @@ def delimiter_of(data_group) -> str:
 
 
 def kind_with_delimiter(kind: str, delimiter: str) -> str:
-    """Return how a file is read if there is a delimiter: a table as CSV."""
+    """Return the kind of a file, which is CSV for a TSV table with a delimiter."""
     return 'csv' if delimiter and kind == 'tsv' else kind
 
 
 def check_delimiter(data_group, files: Mapping[str, str]) -> None:
-    """Raise Refused if data.delimiter has no table to act on. `files`: {kind: a file that is read so}."""
+    """Raise Refused if data.delimiter applies to no table. `files`: {kind: a file of this kind}."""
     if data_group.delimiter and ('text' in files or not files.keys() & {'csv', 'tsv'}):
         file = files.get('text') or next(iter(files.values()))
         raise Refused(
-            f"data.delimiter={data_group.delimiter!r} is for tables, and {file} is not: set data.kind='csv'"
+            f"data.delimiter={data_group.delimiter!r} is for tables, and {file} is not one: set data.kind='csv'"
         )
 
 
@@ -187,7 +187,7 @@ def fields_of_line(
         try:
             content = JSON.decode(line.strip(' \t\r\n'))  # JSON's spaces
         except (ValueError, RecursionError) as error:
-            raise Refused(f'no JSON: {error}; correct it') from None
+            raise Refused(f'not JSON: {error}; correct it') from None
         if not isinstance(content, dict):
             raise Refused(f'{line.strip()!r:.40} is not a JSON object; correct it')
         return content
@@ -209,7 +209,7 @@ def text_of_number(value: Any) -> str:
 
 
 def as_json(value: Any, name: str = '') -> Any:
-    """Return a value of Parquet, `name` in its record, as JSON has it."""
+    """Return a value of Parquet, called `name` in its record, as a value of JSON."""
     if isinstance(value, bytes):
         return decoded(value, f' of field {name!r}')
     if isinstance(value, float) and not is_number(value):
@@ -227,7 +227,7 @@ def json_string(content: dict, field: str, remedy: str) -> str:
     text = value_at(content, field)
     if not isinstance(text, str):
         names = ', '.join(map(repr, itertools.islice(names_of_values(content), 10))) or 'none'
-        raise Refused(f'field {field!r} is {text!r:.40}, no string, of fields {names}; {remedy}')
+        raise Refused(f'field {field!r} is {text!r:.40}, not a string, of fields {names}; {remedy}')
     check_encodes(text)
     return text
 
@@ -240,7 +240,7 @@ def check_encodes(text: str) -> None:
 
 
 def header_of(line: str | bytes, kind: str, delimiter: str, title: str) -> list[str]:
-    """Return the names of the columns in the first line of a table; those without a name are ''."""
+    """Return the names of the columns in the first line of a table, '' for a column without one."""
     with named(f'line 1 of {title}'):
         if isinstance(line, bytes):
             line = decoded(line.removeprefix(codecs.BOM_UTF8))
@@ -259,7 +259,7 @@ def check_names(names: list[str], title: str) -> None:
 
 
 def check_columns(title: str, columns: Collection[str], fields: Iterable[str], remedy: str) -> None:
-    """Raise Refused for a table, or another file, that has not all of `fields`."""
+    """Raise Refused for a table, or another file, that lacks one of `fields`."""
     for field in fields:
         if field not in columns:
             names = first_ten([repr(column) for column in columns])
@@ -268,7 +268,7 @@ def check_columns(title: str, columns: Collection[str], fields: Iterable[str], r
 
 @functools.cache
 def csv_module() -> Any:
-    """Return a csv module of our own: its limit does not change the limit of the process."""
+    """Return a private csv module, whose limit does not change the limit of the process."""
     spec = importlib.util.find_spec('_csv')
     assert spec and spec.loader
     csv = importlib.util.module_from_spec(spec)
@@ -292,20 +292,20 @@ def table_row(line: str, kind: str, delimiter: str) -> list[str]:
             if len(rows) > 1:
                 raise csv.Error('a quote or a carriage return (CR) in a field that is not quoted')
         except csv.Error as error:
-            raise Refused(f'no CSV: {error}; quote the field, or set data.delimiter') from None
+            raise Refused(f'not CSV: {error}; quote the field, or set data.delimiter') from None
         columns = rows[0] if rows else ['']
     return [column.strip() for column in columns]
 
 
 def numbered_lines(file: BinaryIO | io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, line) of the lines of a file, the first being 1."""
+    """Yield (number, line) of the lines of a file, from 1 on."""
     return enumerate(iter(file.readline, b''), start=1)
 
 
 def whole_rows(lines: Iterable[tuple[int, bytes]], kind: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (position, row): in CSV, lines are joined where a quoted field holds a newline.
+    """Yield (position, row). In CSV, join lines if a quoted field holds a newline.
 
-    A row of more than MAX_ROW_BYTES ends there: one of its quotes is not closed.
+    A row ends after more than MAX_ROW_BYTES: it has an unclosed quote.
     """
     if kind != 'csv':
         yield from lines

@@ -15,7 +15,7 @@ class Template:
     def __init__(self, key: str, text: str):
         self.key = key
         try:
-            text.encode()  # the system gives bytes that are not UTF-8 as half surrogate pairs
+            text.encode()  # bytes that are not UTF-8 arrive as half surrogate pairs
         except UnicodeEncodeError as error:
             raise Refused(f'{key}={text!r}: {error}; write it in UTF-8') from None
         if PART.sub('', text):

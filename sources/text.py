@@ -1,4 +1,4 @@
-"""Plain files of lines, in blocks that are read in any order."""
+"""Plain files of lines, in blocks that can be read in any order."""
 
 import concurrent.futures
 import functools
@@ -25,7 +25,7 @@ MAX_SMALL_BYTES = 1 << 22  # the lines of a smaller corpus are counted when it i
 class PlainFiles(Blocks):
     """Files that are not compressed. A line is in the block in which it starts.
 
-    Blocks in a bucket are fetched together; a corpus of small blocks is fetched at once, and kept.
+    The blocks of a pool in a bucket are fetched in parallel; a corpus of small blocks is fetched at once and cached.
     """
 
     def __init__(self, files: list[FileRecord], parse: LineParser):
@@ -35,14 +35,14 @@ class PlainFiles(Blocks):
         self.sizes = {file.path: file.num_bytes for file in files}
         num_bytes = sum(self.sizes.values())
         self.block_bytes = min(max(num_bytes // deal.MIN_BLOCKS, 1), deal.MAX_BLOCK_BYTES)
-        # Opening a source has fetched its files from the hub: they are on a disk.
+        # Files from the hub are on a disk: opening the source has fetched them.
         self.reads_buckets = any(paths.is_in_bucket(x) and not hub.is_name(x) for x in self.names)
         self.contents: dict[str, bytes] = {}
         if self.reads_buckets and self.block_bytes < deal.MAX_BLOCK_BYTES:
             with concurrent.futures.ThreadPoolExecutor(sources.files.NUM_THREADS) as threads:
                 contents = threads.map(self.read_file, self.names)
                 self.contents = dict(zip(self.names, contents, strict=True))
-        self.starts: list[Sequence[int]] = []  # the blocks' in each file
+        self.starts: list[Sequence[int]] = []  # each file's blocks
         self.readers: list[Callable] = []
         for file in files:
             starts: Sequence[int] = range(0, file.num_bytes, self.block_bytes)
@@ -77,7 +77,7 @@ class PlainFiles(Blocks):
             return threads.map(self.read, blocks)
 
     def count_records(self) -> int | None:
-        """Return about how many records there are: lines, including blank ones and lines of quoted fields."""
+        """Return the approximate number of records: all lines, including blank ones and lines of quoted fields."""
         if self.reads_buckets:
             return None
         total = 0
@@ -90,7 +90,7 @@ class PlainFiles(Blocks):
         return total
 
     def blocks_with_lines(self, name: str) -> list[int]:
-        """Return where the blocks start in which a line starts: in a small corpus most lie within a line."""
+        """Return the starts of the blocks in which a line starts: in a small corpus, most blocks lie within a line."""
         content = np.frombuffer(self.read_file(name), np.uint8)
         line_starts = np.flatnonzero(content == NEWLINE) + 1
         line_starts = np.concatenate([[0], line_starts[line_starts < len(content)]])
@@ -114,14 +114,14 @@ class PlainFiles(Blocks):
 def lines_that_start_in(
     file: io.BufferedIOBase, start: int, end: int, max_bytes: int = -1
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of the lines that start in [start, end), of a longer one `max_bytes`."""
+    """Yield (offset, line) of the lines that start in [start, end), each cut at `max_bytes`."""
     offset = start
     if start:
         file.seek(start - 1)
-        rest = file.readline(end - start)  # the end of a line that began in an earlier block
-        if not rest.endswith(b'\n'):
+        tail = file.readline(end - start)  # the end of a line that began in an earlier block
+        if not tail.endswith(b'\n'):
             return
-        offset = start - 1 + len(rest)
+        offset = start - 1 + len(tail)
     while offset < end:
         line = file.readline(max_bytes)
         if not line:
@@ -133,9 +133,9 @@ def lines_that_start_in(
 
 
 class CsvReader:
-    """Reads blocks of one CSV file, in which a quoted field may hold newlines.
+    """A reader of blocks of a CSV file, in which a quoted field may hold newlines.
 
-    The file is read once to know where the first row of each block starts.
+    The file is read once to find the start of the first row of each block.
     """
 
     def __init__(self, path: str, starts: Sequence[int], num_bytes: int):

@@ -45,7 +45,7 @@ READER_OPTIONS = 'readahead_buffer_size:0,max_parallelism:0'  # for reading in a
 
 
 class ShardRun(NamedTuple):
-    """Records of a shard that follow each other, from number `first` on."""
+    """Consecutive records of a shard, from number `first` on."""
 
     path: str
     first: int
@@ -64,7 +64,7 @@ def find(root: paths.AnyPath, name: str) -> paths.AnyPath:
     files = [folder / 'dataset_info.json', folder / 'features.json']
     if not NAME.fullmatch(name) or version not in versions or not all(map(paths.is_file, files)):
         raise Refused(
-            f'{root} does not hold this data set, of {path!r} it has the versions {first_ten(versions) or "none"}: '
+            f'{root} does not hold this data set; its versions of {path!r}: {first_ten(versions) or "none"}: '
             f"name one, or prepare it there with 'tfds build {path}'"
         )
     return folder
@@ -89,46 +89,46 @@ class DataSet:
             self.file_format: str = info.file_format.value
             self.num_records = {name: split.num_examples for name, split in info.splits.items()}
             self._info = info
-        # ArrayRecord files are read from a disk.
+        # ArrayRecord files can only be read from a disk.
         formats = list(SHARDS_OF_FORMAT) if isinstance(folder, Path) else ['tfrecord']
         if self.file_format not in formats:
             raise Refused(f'{folder} is stored as {self.file_format}: prepare it as {formats[-1]}')
 
     def _read_info(self, folder: paths.AnyPath) -> 'DatasetInfo':
-        """Return TFDS's DatasetInfo. TFDS reads from a disk, so files in a bucket are copied, but no shards."""
+        """Return TFDS's DatasetInfo. TFDS reads from a disk: files in a bucket, except shards, are copied."""
         if isinstance(folder, Path):
             return self._tfds.builder_from_directory(folder).info
-        with tempfile.TemporaryDirectory() as copied:
+        with tempfile.TemporaryDirectory() as copy:
             for file in paths.list_folder(folder):
                 if '-of-' not in file.name:
-                    Path(copied, file.name).write_bytes(file.read_bytes())
-            return self._tfds.builder_from_directory(copied).info
+                    Path(copy, file.name).write_bytes(file.read_bytes())
+            return self._tfds.builder_from_directory(copy).info
 
     def runs(self, expression: str) -> list[ShardRun]:
-        """Return where the records of a split, or of slices of splits, are stored."""
+        """Return the runs of records of a split, or of slices of splits."""
         names = ', '.join(f'{name} ({n:,})' for name, n in self.num_records.items())
         with any_error_named(f'{self.name} has the splits {names}'):
             instructions = self._info.splits[expression].file_instructions
         if not instructions:
-            raise Refused(f'no record of {self.name} is in it: name more of them')
+            raise Refused(f'it has no record of {self.name}: name more of them')
         statuses = matching_files(f'{self.folder}/*')  # one request for all files
         runs = []
-        missing = []
+        absent_files = []
         for instruction in instructions:
             path = str(self.folder / os.path.basename(instruction.filename))
             if path in statuses and statuses[path].num_bytes:
                 numbers = (instruction.skip, instruction.take, instruction.examples_in_shard)
                 runs.append(ShardRun(path, *numbers, statuses[path]))
-            elif path not in missing:
-                missing.append(path)
-        if missing:
-            raise Refused(f'{self.name} lacks {first_ten(missing)}: copy it again')
+            elif path not in absent_files:
+                absent_files.append(path)
+        if absent_files:
+            raise Refused(f'{self.name} lacks {first_ten(absent_files)}: copy it again')
         return runs
 
     def decoder(self, fields: Collection[str], remedy: str = '') -> Callable[[bytes], dict]:
-        """Return a function that decodes the features of a stored record in which `fields` are.
+        """Return a function that decodes the features of a stored record that contain `fields`.
 
-        Without fields it decodes all features, and leaves floats as they are.
+        Without fields it decodes all features, and does not shorten floats.
         """
         features = self._info.features
         if not fields:
@@ -142,10 +142,10 @@ class DataSet:
             if name + '/0' * (field.count('/') - name.count('/')) in values:
                 columns.append(field)
         check_columns(self.name, columns, fields, remedy)
-        # PartialDecoding of TFDS does the same with TensorFlow.
+        # TFDS's PartialDecoding does the same but needs TensorFlow.
         names = {field.split('/')[0] for field in fields}
-        some = self._tfds.features.FeaturesDict({name: features[name] for name in names})
-        return functools.partial(decode, some, short_floats=True)
+        selection = self._tfds.features.FeaturesDict({name: features[name] for name in names})
+        return functools.partial(decode, selection, short_floats=True)
 
 
 def open_all(
@@ -154,10 +154,10 @@ def open_all(
     decode: Callable[[bytes], dict],
     parser: LineParser,
 ) -> 'TfdsRecords':
-    """Return the records of a split of several data sets of the same features, in their order."""
+    """Return the records of a split of several data sets with the same features, in order."""
     formats = sorted({data_set.file_format for data_set in data_sets})
     if len(formats) > 1:
-        raise Refused(f'its data sets are stored as {" and ".join(formats)}: prepare all alike')
+        raise Refused(f'its data sets are stored as {" and ".join(formats)}: use one format')
     runs = []
     for data_set in data_sets:
         runs += data_set.runs(expression)
@@ -173,7 +173,7 @@ def decode(features: 'FeaturesDict', content: bytes, short_floats: bool = False)
 
 @contextlib.contextmanager
 def any_error_named(fault: str) -> Iterator[None]:
-    """Raise Refused for any error of a library: TFDS, protobuf and ArrayRecord have their own classes."""
+    """Raise Refused for any error: TFDS, protobuf and ArrayRecord have classes of their own."""
     try:
         yield
     except Exception as error:
@@ -195,7 +195,7 @@ def flat(tree: Mapping, prefix: str = '') -> Iterator[tuple]:
 
 
 def as_python(value, short_floats: bool = False):
-    """Return what TFDS decodes as Python's own types: dicts, lists, numbers, str, else bytes.
+    """Return TFDS's values as Python's own types: dicts, lists, numbers, str, or bytes if they are not UTF-8.
 
     `short_floats`: write a float32 as 3.8, not as 3.799999952316284.
     """
@@ -213,7 +213,7 @@ def as_python(value, short_floats: bool = False):
 
 
 class TfdsRecords(StoredRecords):
-    """Records of some runs: the fields that the settings name, or all features."""
+    """Records of shard runs: the fields that the settings name, or all features."""
 
     def __init__(self, runs: list[ShardRun], decode: Callable[[bytes], dict], parser: LineParser):
         self.runs = runs
@@ -225,7 +225,7 @@ class TfdsRecords(StoredRecords):
 
     @abc.abstractmethod
     def open_blocks(self) -> None:
-        """Divide the runs into blocks of about equally many bytes."""
+        """Divide the runs into blocks of about the same size in bytes."""
 
     def parse(self, content: bytes) -> dict | None:
         example = self.decode(content)
@@ -235,8 +235,8 @@ class TfdsRecords(StoredRecords):
 class TFRecords(ByteRanges, TfdsRecords):
     """Records of TFRecord files.
 
-    Where a slice begins or ends inside of a shard, all lengths in that shard are read to know at
-    which byte.
+    If a slice begins or ends inside of a shard, all record lengths in that shard are read to find the
+    byte.
     """
 
     def open_blocks(self) -> None:
@@ -254,10 +254,10 @@ class TFRecords(ByteRanges, TfdsRecords):
 
 
 class ArrayRecords(TfdsRecords):
-    """A block has some records that follow each other.
+    """A block has consecutive records.
 
-    Where there are more files than are kept open, blocks are larger, because reading most of them
-    begins with reading an index, of about 10 bytes per record.
+    If not all files can be kept open, blocks are larger, because reading most of them begins with
+    reading a file's index, about 10 bytes per record.
     """
 
     def open_blocks(self) -> None:
@@ -269,7 +269,7 @@ class ArrayRecords(TfdsRecords):
             largest = max(run.num_in_shard for run in self.runs)
             self.records_per_block = max(self.records_per_block, largest // BLOCKS_OF_LARGE_FILE)
         self.divide(-(-run.num_records // self.records_per_block) for run in self.runs)
-        self.lock = threading.Lock()  # readers have a position
+        self.lock = threading.Lock()  # a reader has a position
         self.reader = functools.lru_cache(maxsize=NUM_READERS)(open_array_record)
 
     def stored(self, block: int) -> Iterator[StoredRecord]:
@@ -293,7 +293,7 @@ class ArrayRecords(TfdsRecords):
                     reader.seek(i)
                 return reader.read()
             except RuntimeError:
-                self.reader.cache_clear()  # a reader that failed reads no more
+                self.reader.cache_clear()  # a reader does not work after an error
                 raise
 
 
@@ -308,7 +308,7 @@ def open_array_record(path: str) -> 'ArrayRecordReader':
 
 
 def block_size(num_bytes: int, num_records: int) -> int:
-    """Return the number of bytes of a block, which holds a record or more on average."""
+    """Return the number of bytes of a block, which holds at least one record on average."""
     return max(min(num_bytes // deal.MIN_BLOCKS, deal.MAX_BLOCK_BYTES), num_bytes // num_records, 1)
 
 

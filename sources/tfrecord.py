@@ -1,4 +1,4 @@
-"""TFRecord files: of each record its length (uint64), the checksum of that, the content and its checksum.
+"""TFRecord files: for each record its length (uint64), the length's checksum, the content and its checksum.
 
 Numbers are little-endian.
 """
@@ -18,21 +18,21 @@ from sources.deal import Blocks
 from sources.files import SEQUENTIAL_READ_AHEAD
 
 MASK_DELTA = 0xA282EAD8
-HEADER_BYTES = 12  # a record's length, and the checksum of that
+HEADER_BYTES = 12  # a record's length and its checksum
 FOOTER_BYTES = 4  # the checksum of the content
 HIGH_BYTES = bytes(4)  # the upper half of every length: records are smaller than 4 GiB
 
 
 class StoredRecord(NamedTuple):
-    """A record as it is stored, or the fault for which it cannot be read."""
+    """A record as it is stored, or the error of reading it."""
 
     path: str
-    position: int  # offset in bytes, in ArrayRecord the number of the record
+    position: int  # offset in bytes; in ArrayRecord the number of the record
     content: bytes | Refused
 
 
 def record_offsets(path: str | Path) -> np.ndarray:
-    """Return int64 [records]: where each record of a file begins. Reads their lengths alone."""
+    """Return the offsets of the records of a file, int64 [records]. Reads only their lengths."""
     size = paths.status_of(path).num_bytes
     offsets = []
     offset = 0
@@ -61,10 +61,10 @@ def read_record(file: IO[bytes], path: str | Path) -> bytes | None:
 
 
 def find_record(file: IO[bytes], start: int, end: int) -> int | None:
-    """Return the first byte in [start, end) at which a record begins, None without one.
+    """Return the first byte in [start, end) at which a record begins, None if there is none.
 
-    A record begins where a length stands before its own checksum; elsewhere four bytes agree with
-    one in four billion chances.
+    A record begins with a length and the length's checksum; elsewhere, four bytes match by chance once in four
+    billion times.
     """
     file.seek(start)
     window = file.read(end - start + HEADER_BYTES - 1)
@@ -78,13 +78,13 @@ def find_record(file: IO[bytes], start: int, end: int) -> int | None:
 
 
 class StoredRecords(Blocks):
-    """Records that `stored` returns and `parse` makes fields of."""
+    """Records that `stored` yields and `parse` turns into fields."""
 
     bad_lines: BadLines
 
     @abc.abstractmethod
     def stored(self, block: int) -> Iterator[StoredRecord]:
-        """Yield the records of a block, also those with a fault."""
+        """Yield the records of a block, including those with a fault."""
 
     @abc.abstractmethod
     def parse(self, content: bytes) -> dict | None:
@@ -112,7 +112,7 @@ class ByteRange(NamedTuple):
 
 
 class ByteRanges(StoredRecords):
-    """Records of TFRecord files, without an index. A block has those that begin in some bytes."""
+    """Records of TFRecord files, without an index. A block has the records that begin in its bytes."""
 
     def divide_ranges(self, ranges: list[ByteRange], block_bytes: int) -> None:
         """Divide the ranges into blocks of `block_bytes`."""
@@ -123,8 +123,8 @@ class ByteRanges(StoredRecords):
     def stored(self, block: int) -> Iterator[StoredRecord]:
         """Yield the records of a block.
 
-        A damaged record is a fault. So is the one behind the block if its length is damaged,
-        because the next block cannot find it.
+        A damaged record is a fault. So is the record after the block if its length is damaged, because
+        the next block cannot find it.
         """
         index, number = self.locate(block)
         path, num_bytes, first, last = self.ranges[index]

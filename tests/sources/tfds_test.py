@@ -344,9 +344,9 @@ def test_a_task_without_a_split_is_refused_for_training(glue, tmp_path, name):
 
 # Settings, and what the message names.
 WRONG = [
-    ({'tfds': 'made'}, "of 'made' it has the versions none"),
+    ({'tfds': 'made'}, "its versions of 'made': none"),
     ({'tfds': 'made_up:2.0.0'}, "data.tfds='made_up:2.0.0': "),
-    ({'tfds': 'made_up:2.0'}, "of 'made_up' it has the versions 1.0.0"),
+    ({'tfds': 'made_up:2.0'}, "its versions of 'made_up': 1.0.0"),
     ({'tfds': '../made_up'}, "data.tfds='../made_up'"),
     ({'train_split': 'trian'}, "data.train_split='trian'"),
     ({'validation_split': 'dev'}, "data.validation_split='dev'"),
