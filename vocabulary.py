@@ -37,6 +37,10 @@ class Ends(NamedTuple):
     start: int = PAD_ID  # the decoder reads it where batches begin with 0
     begin: tuple[int, ...] = ()  # before targets
 
+    @property
+    def targets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:  # read by name, as `inputs`
+        return self.begin, self.answers[:1]
+
 
 class Vocabulary(abc.ABC):
     """`size` ids; some are sentinels, which mark spans of noise."""

@@ -56,7 +56,7 @@ CORE = {
     'prepare': 365,
     'data': 475,
     'stream': 471,
-    'vocabulary': 227,
+    'vocabulary': 231,
     'validation': 270,
     'checkpoint': 537,
     'decode': 425,

@@ -192,7 +192,7 @@ def test_ids_of_codet5(tmp_path):
     for vocabulary in (found, find_vocabulary(tmp_path), kept):
         assert (vocabulary.eos_id, vocabulary.unk_id, vocabulary.num_sentinels) == (2, 3, 8)
         begin, end = vocabulary.ends.inputs
-        assert (vocabulary.ends.begin, vocabulary.ends.answers[:1]) == (begin, end)
+        assert vocabulary.ends.targets == (begin, end)
         for row in json.loads((CODET5 / 'texts.json').read_text()):
             [ids] = vocabulary.encode([row['text']])
             assert [*begin, *ids, *end] == row['ids']
