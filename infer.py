@@ -310,7 +310,7 @@ class T5:
 
     def _check_decoder(self) -> None:
         if self.config.num_decoder_layers == 0:
-            raise Refused('this model has no decoder: call encode, or load the full model')
+            raise Refused('this model has only an encoder: call encode, or load the full model')
 
     # Programs and their arguments.
 
