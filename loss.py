@@ -40,7 +40,7 @@ class LossConfig:
     loss_normalizing_factor: str = ''
     module: str = ''  # a file with its own `weighted_sums`
     options: Options | None = None  # the settings of that file
-    own: 'WeightedSums | None' = None  # that function
+    own: 'WeightedSums | None' = None  # the file's function
     content: bytes = b''
 
 

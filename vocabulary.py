@@ -30,7 +30,7 @@ GLUED = re.compile(r'(?<=\S)<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 class Ends(NamedTuple):
-    """The special ids of a model."""
+    """The special ids of a model. `getattr` reads `inputs` and `targets`."""
 
     answers: tuple[int, ...]  # each ends an answer; the first is EOS
     inputs: tuple[tuple[int, ...], tuple[int, ...]]  # before and after a text
@@ -38,7 +38,7 @@ class Ends(NamedTuple):
     begin: tuple[int, ...] = ()  # before targets
 
     @property
-    def targets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:  # read by name, as `inputs`
+    def targets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.begin, self.answers[:1]
 
 
