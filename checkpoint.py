@@ -1,4 +1,4 @@
-"""Whole arrays to files and back, in T5X's native layout.
+"""Save and restore unsharded arrays, in T5X's native layout.
 
     checkpoint_STEP/checkpoint                    msgpack index: small arrays, specs of the others
     checkpoint_STEP/target.encoder.….kernel/0.0   one zarr array per folder, one chunk per file
@@ -44,7 +44,7 @@ from paths import AnyPath, list_folder
 
 VERSION = 3  # version 2 stores bfloat16 arrays as uint16
 CHUNK_BYTES = 64 * 2**20
-# Shared: otherwise each array looks for credentials, and logs it. Memory mapping saves a copy of each file.
+# Shared: otherwise each array looks up credentials, and logs it. Memory mapping avoids a copy of each file.
 CONTEXT = ts.Context({'file_io_mode': {'mode': 'memmap'}})
 ARRAYS_IN_FLIGHT = 8  # threads; bounds the host memory
 TIMEOUT_SECONDS = 600  # wait for another process's next file
@@ -102,7 +102,7 @@ class Saver:
         paths.to_kvstore(self.workdir)  # raises early for a name that TensorStore cannot open
         self._pool = futures.ThreadPoolExecutor(self.num_threads)
         self._saving: futures.Future | None = None
-        # Names the temporary folder: the same in all processes, another one in every save.
+        # In the name of the temporary folder: the same in all processes, new in every save.
         self._stamp = int(multihost_utils.broadcast_one_to_all(np.int32(time.time() % 2**31)))
         if jax.process_index() == 0:
             for folder in unfinished(self.workdir):  # left by earlier runs
@@ -110,7 +110,7 @@ class Saver:
         multihost_utils.sync_global_devices(f'{self.workdir} is clean')
 
     def save(self, step: int, tree: Mapping, files: Mapping[str, bytes] = {}) -> None:
-        """Start to save the flat `tree` as `checkpoint_STEP`, with `files` beside it.
+        """Start saving the flat `tree` and the side `files` as `checkpoint_STEP`.
 
         Waits for the previous save, and raises its OSError. Returns when the arrays are copied: the caller may donate
         them. A LazyArray is read when it is written.
@@ -126,10 +126,10 @@ class Saver:
         specs = {path: index[path] for path in tree if isinstance(index[path], dict)}
         shards = list(self._pool.map(_copy_shards, [tree[path] for path in specs], specs.values()))
         # All are queued now; an interpreter that exits drains the queue first.
-        written = self._pool.map(functools.partial(_write_array, tmp), specs.values(), shards)
+        checksums = self._pool.map(functools.partial(_write_array, tmp), specs.values(), shards)
         packed = msgpack.packb({'version': VERSION, 'optimizer': unflatten(index)})
         files = {**files, INDEX: packed}  # written in this order
-        self._saving = self._pool.submit(self._commit, step, tmp, written, files)
+        self._saving = self._pool.submit(self._commit, step, tmp, checksums, files)
 
     def check(self) -> None:
         """Raise the OSError of a save that failed, without waiting."""
@@ -145,15 +145,15 @@ class Saver:
             saving.result()
 
     def close(self) -> None:
-        """Drop what is queued and wait until no thread writes."""
+        """Cancel the queued writes and wait until no thread writes."""
         self._pool.shutdown(cancel_futures=True)
 
     def _commit(
-        self, step: int, tmp: AnyPath, written: Iterable[Mapping], files: Mapping[str, bytes]
+        self, step: int, tmp: AnyPath, arrays: Iterable[Mapping], files: Mapping[str, bytes]
     ) -> None:
         """Finish a save: wait for the arrays, write the manifest and `files`, rename `tmp`.
 
-        Runs in a thread. The processes meet through files, because JAX's collectives belong to the training steps.
+        Runs in a thread. The processes synchronize through files, because collectives belong to the training steps.
         """
         final = self.workdir / f'checkpoint_{step}'
         parts = [tmp / f'part-{self._stamp}-{i}' for i in range(jax.process_count())]
@@ -161,8 +161,8 @@ class Saver:
             if isinstance(tmp, Path):
                 tmp.mkdir(parents=True, exist_ok=True)
             checksums: dict[str, Checksum] = {}
-            for arrays in written:
-                checksums |= arrays
+            for array_files in arrays:
+                checksums |= array_files
             paths.replace_file(parts[jax.process_index()], json.dumps(checksums).encode())
             if jax.process_index() > 0:
                 _await([commit_of(final)], tmp)
@@ -186,7 +186,7 @@ class Saver:
 
 
 def delete(directory: AnyPath) -> None:
-    """Delete a checkpoint. It first stops being one: no reader finds one with half of its files."""
+    """Delete a checkpoint. Unmark it first, so that no reader finds half of its files."""
     if directory.is_symlink():
         directory.unlink()  # its target is the user's
         return
@@ -201,9 +201,9 @@ def delete(directory: AnyPath) -> None:
 def save(
     workdir: str | AnyPath, step: int, tree: Mapping, files: Mapping[str, bytes] = {}
 ) -> AnyPath:
-    """Write the flat `tree` to `workdir/checkpoint_STEP`, with `files` beside it, or nothing; return its path.
+    """Write the flat `tree` and the side `files` to `workdir/checkpoint_STEP`, or nothing; return its path.
 
-    One array after another, to save memory.
+    Writes one array at a time, to save memory.
     """
     with contextlib.closing(Saver(workdir, num_threads=1)) as saver:
         saver.save(step, tree, files)
@@ -269,8 +269,8 @@ def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
     """Return copies of this process's shards, in the dtype of `spec`; a LazyArray is not copied."""
     dtype = np.dtype(spec['dtype'])  # jax registers 'bfloat16' with numpy
     if isinstance(leaf, jax.Array):
-        own = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-        return [Shard(shard.index, np.array(shard.data, dtype)) for shard in own]
+        shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        return [Shard(shard.index, np.array(shard.data, dtype)) for shard in shards]
     if jax.process_index() > 0:
         return []
     data = np.array(leaf, dtype) if isinstance(leaf, IN_MEMORY) else leaf
@@ -280,8 +280,8 @@ def _copy_shards(leaf: Leaf, spec: Mapping) -> list[Shard]:
 def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> dict[str, Checksum]:
     """Write `shards`; return the checksums of their files."""
     folder = spec['kvstore']['path']
-    stored = {**spec, 'kvstore': paths.to_kvstore(directory / folder)}
-    store = ts.open(stored, create=True, open=True, context=CONTEXT).result()
+    spec = {**spec, 'kvstore': paths.to_kvstore(directory / folder)}
+    store = ts.open(spec, create=True, open=True, context=CONTEXT).result()
     writes = [store[shard.slices].write(read_leaf(shard.data)) for shard in shards]
     for write in writes:
         write.result()
@@ -298,20 +298,20 @@ def _write_array(directory: AnyPath, spec: Mapping, shards: Sequence[Shard]) -> 
 
 
 def _await(files: Sequence[AnyPath], directory: AnyPath) -> None:
-    """Wait until all `files` exist. Raise TimeoutError if `directory` gets no new file for long."""
-    known: list[AnyPath] = []
+    """Wait until all `files` exist. Raise TimeoutError if `directory` gets no new file in TIMEOUT_SECONDS."""
+    num_entries = 0
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
-        missing = [file for file in files if not file.exists()]
-        if not missing:
+        pending = [file for file in files if not file.exists()]
+        if not pending:
             return
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-            entries = list(directory.glob('**/*'))
-            if len(entries) != len(known):
-                known = entries
+            count = len(list(directory.glob('**/*')))
+            if count != num_entries:
+                num_entries = count
                 deadline = time.monotonic() + TIMEOUT_SECONDS
         if time.monotonic() > deadline:
-            raise TimeoutError(f'{missing[0]} is missing after {TIMEOUT_SECONDS} s')
+            raise TimeoutError(f'{pending[0]} is missing after {TIMEOUT_SECONDS} s')
         time.sleep(0.1 if isinstance(directory, Path) else 1.0)
 
 
@@ -348,9 +348,8 @@ def restore(
 ) -> dict[str, jax.Array | NDArray]:
     """Return the arrays of a checkpoint, or of the leaves of an index.
 
-    A path in `shardings` gives a jax.Array, of which a process reads only its own shards; any other path a numpy
-    array. Parameters are cast to `dtype` if given. Refuses a damaged array; warns of parameters with NaN
-    or infinity.
+    A path in `shardings` gives a jax.Array, and a process reads only its shards; other paths give numpy arrays.
+    Parameters are cast to `dtype` if given. Refuses a damaged array; warns of NaN or infinity in parameters.
     """
     index = source if isinstance(source, Mapping) else read_index(source)
     num_threads = ARRAYS_IN_FLIGHT
@@ -446,21 +445,21 @@ class ZarrEntry:
     def open(self) -> ts.TensorStore:
         """Return the stored array. Refuses one that is incomplete or does not match the spec.
 
-        Only name, shape and dtype of the spec count: .zarray alone is right about chunks and compressor.
+        Only name, shape and dtype of the spec count: only .zarray is right about chunks and compressor.
         """
         if isinstance(self.folder, Path):
             for file in paths.list_folder(self.folder):
-                if file.stat().st_size < 200:  # may be a pointer of git-lfs, which this refuses
+                if file.stat().st_size < 200:  # may be a pointer of git-lfs: refuse it
                     paths.own_file(file)
-        stored = {
+        spec = {
             'driver': 'zarr',
             'kvstore': paths.to_kvstore(self.folder),
             'fill_missing_data_reads': False,  # a lost chunk is an error, not zeros
         }
-        array = self.result_of(ts.open(stored, context=CONTEXT))
+        array = self.result_of(ts.open(spec, context=CONTEXT))
         actual = (array.dtype.name, array.shape)
         expected = (self.spec.get('dtype', array.dtype.name), self.shape)  # old specs have no dtype
-        if actual != expected or 'uint16' in actual:  # T5X refuses uint16, too
+        if actual != expected or 'uint16' in actual:  # T5X also refuses uint16
             raise Refused(f'{self.folder} has {actual}, not {expected}: copy it again')
         return array
 
@@ -490,8 +489,8 @@ def unfinished(workdir: AnyPath) -> list[AnyPath]:
     """Return the folders that interrupted saves and deletions left in a workdir."""
     if not isinstance(workdir, Path):
         return [x for x in step_folders(workdir).values() if not commit_of(x).exists()]
-    ours = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')  # others are a user's backups
-    return [x for x in workdir.glob('*/') if ours.fullmatch(x.name) and not x.is_symlink()]
+    pattern = re.compile(r'checkpoint_[0-9]+\.tmp-([0-9]+|deleted)')  # others: a user's backups
+    return [x for x in workdir.glob('*/') if pattern.fullmatch(x.name) and not x.is_symlink()]
 
 
 def step_folders(workdir: AnyPath) -> dict[int, AnyPath]:

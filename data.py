@@ -1,9 +1,9 @@
-"""How a text becomes a row: an objective makes examples of ids, which are packed into T5X's features.
+"""From texts to rows: an objective turns ids into examples, which are packed into T5X's features.
 
     text -> ids, by a vocabulary -> examples, by an Objective -> rows, by packing -> a batch
 
-Span corruption and text to text are here, the other objectives in tasks/objectives.py. Everything
-runs on the host in numpy, and all randomness is a function of a key. Imports no jax.
+Span corruption and text to text are here, the other objectives in tasks/objectives.py. Everything runs on the host in
+numpy. All randomness is a function of a key. Imports no jax.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from messages import Refused
 from randomness import permutation, random_bits
 from vocabulary import PAD_ID, Vocabulary
 
-DROPPED = -1  # replaces the id of a token that is left out
+DROPPED = -1  # replaces the id of a dropped token
 MAX_RAW_LENGTH = 1 << 20
-MAX_DOCUMENT_TOKENS = 65536  # a longer document gives one chunk of this length, as in T5
+MAX_DOCUMENT_TOKENS = 65536  # longer documents contribute one chunk of this length, as in T5
 MIN_LENGTH = 3  # inputs and targets hold a token, a sentinel and EOS
 Pair = tuple[NDArray, NDArray]  # inputs and targets
 Records = Sequence[Mapping]  # {feature: ids without EOS, 'weight' if set, 'fields': the texts}
@@ -30,35 +30,35 @@ Records = Sequence[Mapping]  # {feature: ids without EOS, 'weight' if set, 'fiel
 class Example(NamedTuple):
     """The ids of one example, int32 without padding.
 
-    Both features have T5's ends, EOS, or those of the family, except the rows of `FullLm`, T0's inputs, and T0's targets
-    if they are cut. Inputs are never empty: without a token they are an end alone, so the decoder has something to read.
+    Both features have their ends, EOS or the family's, except the rows of `FullLm`, T0's inputs, and T0's targets if
+    they are cut. Inputs are never empty: without tokens, their end gives the decoder something to read.
     """
 
     inputs: NDArray
     targets: NDArray
-    names: Sequence[str]  # its records
+    names: Sequence[str]  # names of its records
     is_trimmed: bool = False  # its texts were longer than a row
     weight: float = 1.0  # for the loss of its targets
-    numbers: Mapping[str, float] = {}  # under the names in `numbers` of the objective
+    numbers: Mapping[str, float] = {}  # keys: `numbers` of the objective
 
 
 class Objective(Protocol):
     """Makes examples from tokenized records. tasks.objectives, or a task in a user's file, names the class."""
 
-    features: tuple[str, ...]  # names of the texts of a record that it needs
-    records_per_group: int  # records that it takes at once
-    num_sentinels: int  # sentinels that its spans need, from <extra_id_0> on
+    features: tuple[str, ...]  # names of the required texts of a record
+    records_per_group: int  # records per call of `examples`
+    num_sentinels: int  # sentinels for its spans, from <extra_id_0> on
     # A class may also have `numbers`, the names of the numbers of its examples, and `shares_rows = True`.
 
     def __init__(self, data_group: ConfigDict, vocabulary: Vocabulary):
         """Take config.data. Raise Refused for settings that do not fit the objective."""
 
     def examples(self, names: Sequence[str], records: Records, *key: int | str) -> Sequence:
-        """Make examples of named records, random by `key`. If they share rows, return a tuple of them for each row."""
+        """Make examples of named records, random by `key`; if they share rows, a tuple of examples for each row."""
 
 
 class TextToText:
-    """Makes each record an example, its inputs and targets cut to the lengths of a row."""
+    """Makes each record an example, with inputs and targets cut to the lengths of a row."""
 
     features: tuple[str, ...] = ('inputs', 'targets')
     records_per_group = 16
@@ -102,7 +102,7 @@ def ends_of(vocabulary: Vocabulary) -> list[NDArray]:
 
 
 class Denoising:
-    """Cuts documents, concatenated or each alone, into rows of raw ids, and corrupts each row.
+    """Cuts documents, concatenated or one by one, into rows of raw ids, and corrupts each row.
 
     Source: t5/data/preprocessors.py select_random_chunk, reduce_concat_tokens, split_tokens, denoise.
     """
@@ -130,7 +130,7 @@ class Denoising:
         self.set_lengths(data_group, vocabulary)
 
     def set_lengths(self, data_group: ConfigDict, vocabulary: Vocabulary) -> None:
-        """Set `num_sentinels` and `raw_length` if the defaults do not fit. Raise Refused for settings that cannot."""
+        """Change the defaults of `num_sentinels` and `raw_length`. Raise Refused for settings that do not fit."""
 
     def corrupt(self, raw_ids: NDArray, *key: int | str) -> Pair:
         """Return inputs and targets, without EOS, of raw ids, all int32 [rows, length]; DROPPED marks gaps."""
@@ -159,7 +159,7 @@ class Denoising:
         return examples
 
     def text_ends(self, documents: 'Documents') -> list[int]:
-        """Return the ends of the texts to cut into rows: all documents joined, or each."""
+        """Return the ends of the texts to cut into rows: of all documents joined, or of each document."""
         if self.concatenates:
             return [len(documents.ids)]
         return documents.ends.tolist()
@@ -179,7 +179,7 @@ class Denoising:
 
 
 class SpanCorruption(Denoising):
-    """Replaces spans of noise by sentinels. The targets are the spans, each after its sentinel.
+    """Replaces spans of noise with sentinels. The targets are the spans, each after its sentinel.
 
     Source: T5 (Raffel et al. 2020) §3.1.4; t5/data/preprocessors.py span_corruption.
     """
@@ -203,7 +203,7 @@ class SpanCorruption(Denoising):
 
 
 def mark_spans(raw_ids: NDArray, mask: NDArray, sentinel_ids: NDArray) -> Pair:
-    """Return inputs, with a sentinel for each span of noise, and targets, with one for each span between."""
+    """Return inputs, with a sentinel for each span of noise, and targets, with a sentinel for each other span."""
     inputs = noise_span_to_unique_sentinel(raw_ids, mask, sentinel_ids)
     return inputs, noise_span_to_unique_sentinel(raw_ids, ~mask, sentinel_ids)
 
@@ -227,9 +227,9 @@ class Documents(NamedTuple):
 def join_documents(
     names: Sequence[str], records: Records, *key: int | str, eos: NDArray | None = None
 ) -> Documents:
-    """Join the targets of the records that have any, each followed by `eos`, if any.
+    """Join the targets of records that are not empty, each followed by `eos` if given.
 
-    A long document gives one aligned chunk; all chunks, also the short last one, are equally likely.
+    A long document contributes one aligned chunk; all chunks, even the short last one, are equally likely.
     """
     chunks = []
     chunk_names = []
@@ -274,9 +274,9 @@ def append_eos_after_trim(
     if sizes.max(initial=0) > length:
         is_kept[:, :end] &= np.cumsum(is_kept[:, :end], axis=1) <= length - len(eos)
         sizes = np.count_nonzero(is_kept, axis=1)
-    kept = with_eos[is_kept]
+    ids = with_eos[is_kept]
     ends = np.cumsum(sizes).tolist()
-    return [kept[begin:end] for begin, end in itertools.pairwise([0, *ends])]
+    return [ids[begin:end] for begin, end in itertools.pairwise([0, *ends])]
 
 
 # Spans of noise and their sentinels, under the names of t5/data/preprocessors.py.
@@ -340,19 +340,19 @@ def random_segments(num_rows: int, num_items: int, num_segments: int, *key: int 
 
 
 def noise_span_to_unique_sentinel(tokens: NDArray, mask: NDArray, sentinel_ids: NDArray) -> NDArray:
-    """Replace the spans of noise of each row by the sentinels, in their order."""
+    """Replace the spans of noise of each row with the sentinels, in order."""
     is_first = first_of_spans(mask)
     numbers = np.cumsum(is_first, axis=1, dtype=np.int32) - 1  # -1 before the first span
     return drop_noise_tokens(np.where(is_first, sentinel_ids[numbers], tokens), mask & ~is_first)
 
 
 def drop_noise_tokens(tokens: NDArray, mask: NDArray) -> NDArray:
-    """Replace the noise by DROPPED."""
+    """Replace the noise with DROPPED."""
     return tokens | -mask.astype(np.int32)  # all bits of DROPPED, -1, are set
 
 
 def first_of_spans(mask: NDArray) -> NDArray:
-    """Return which tokens of noise are the first of their span."""
+    """Return a mask of the first token of each span of noise."""
     is_first = mask.copy()
     is_first[:, 1:] &= ~mask[:, :-1]
     return is_first
@@ -380,7 +380,7 @@ def pack_greedily(sizes: NDArray, limits: NDArray) -> list[list[int]]:
 
 
 def pack_tightly(sizes: NDArray, limits: NDArray) -> list[list[int]]:
-    """Return the examples of each row: longest first, each in the first row where it fits. T5X packs greedily."""
+    """Return the examples of each row: longest first, each in the first row with room. T5X packs greedily."""
     filled = (sizes / limits).max(axis=1, initial=0)
     rows: list[list[int]] = []
     free = np.tile(limits, (len(sizes), 1))  # in every possible row
@@ -433,7 +433,7 @@ def encoder_decoder(
             'encoder_positions': inputs.positions,
         }
     for name in numbers:
-        values = [[x.numbers.get(name, 0.0) for x in row] for row in rows]  # another task's lack it
+        values = [[x.numbers.get(name, 0.0) for x in row] for row in rows]  # some tasks lack it
         batch[f'encoder_{name}'] = spread(values, inputs.segment_ids)
         batch[f'decoder_{name}'] = spread(values, targets.segment_ids)
     return batch
@@ -450,19 +450,19 @@ class PackedRows(NamedTuple):
 def fill(rows: Sequence[Sequence[Example]], feature: str, length: int) -> PackedRows:
     """Concatenate a feature of the examples of each row, and pad it to `length`.
 
-    Differs from T5X if an example has no ids of this feature: its number is left out, so segments of
-    inputs and targets stay aligned.
+    Differs from T5X if an example has no ids of this feature: its segment number is skipped, so that the
+    segments of inputs and targets stay aligned.
     """
     packed = PackedRows(*np.zeros((3, len(rows), length), np.int32))
     count = np.arange(length, dtype=np.int32)
     for row, ids, segment_ids, positions in zip(rows, *packed, strict=True):
         begin = 0
         for segment, example in enumerate(row, start=1):
-            added = getattr(example, feature)
-            end = begin + len(added)
-            ids[begin:end] = added
+            example_ids = getattr(example, feature)
+            end = begin + len(example_ids)
+            ids[begin:end] = example_ids
             segment_ids[begin:end] = segment
-            positions[begin:end] = count[: len(added)]
+            positions[begin:end] = count[: len(example_ids)]
             begin = end
     return packed
 

@@ -1,8 +1,7 @@
 """Decoding over any step `(tokens_r, cache) -> (logits_rv, cache)`, of this model or of another.
 
-`sample` takes one token after the other, the most likely one or a random one; `beam_search` keeps
-the best sequences. Filters change the logits that both choose by. All run inside `jax.shard_map`. The
-suffixes are those of model.py and
+`sample` takes one token at a time, the most likely one or a random one; `beam_search` keeps the best sequences. Filters
+modify the logits before either one chooses. All run inside `jax.shard_map`. The suffixes are model.py's and
 
     n  decodes of one example: samples or beams
     r  rows, b * n of them; the rows of one example are adjacent
@@ -27,23 +26,23 @@ import partition
 
 EOS_ID = 1  # T5's
 MASKED = -1e7  # T5X's logit of a token never taken, and its score of a missing sequence
-MISSING = MASKED / 100  # beams score less if they are missing: the brevity penalty divides MASKED
-MIN_TEMPERATURE = 1e-4  # up to here the most likely token is taken
+MISSING = MASKED / 100  # missing beams score below it: the brevity penalty divides MASKED
+MIN_TEMPERATURE = 1e-4  # at or below this, take the most likely token
 FIRST_ROOM = 64  # tokens of the first cache
 
 C = TypeVar('C')  # a cache
 Step = Callable[[jax.Array, C], tuple[jax.Array, C]]
 Choose = Callable[[jax.Array, jax.Array], jax.Array]  # (logits_rv, position) -> the next tokens_r
 Filter = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # see `filtered`
-Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for so many tokens
+Grow = Callable[[C, int], C]  # (cache, room) -> a cache with room for `room` tokens
 
 
 class SampleState(NamedTuple, Generic[C]):
-    position: jax.Array  # int32: where the next token goes
-    running_r: jax.Array  # bool: the row takes another token
+    position: jax.Array  # int32: position of the next token
+    running_r: jax.Array  # bool: the row has not ended
     tokens_r: jax.Array  # int32: the newest token of each row, BOS (0) at first
     output_rT: jax.Array  # int32
-    scores_r: jax.Array  # float32: log-probability of the tokens that were chosen
+    scores_r: jax.Array  # float32: log-probability of the chosen tokens
     cache: C
 
 
@@ -59,7 +58,7 @@ def random_tokens(
     top_p: float = 0.0,
     min_p: float = 0.0,
 ) -> Choose:
-    """Return a function that chooses a random token among those that `keep_largest` keeps.
+    """Return a function that chooses a random token among the tokens that `keep_largest` keeps.
 
     A row whose temperature is at most MIN_TEMPERATURE takes the most likely token. Differs from T5X:
     each row has its own key, so its tokens depend neither on other rows nor on the mesh.
@@ -91,8 +90,8 @@ def sample(
     """Return the tokens of each row, int32 [r, T], and their scores, float32 [r]. This is T5X's temperature_sample.
 
     A row begins with the tokens of `prompt` that are not 0; an EOS among them does not end it. It ends with one of
-    `end_ids` or with `lengths` tokens; 0 follows. Its score is the sum of the model's log-probabilities of the tokens after the
-    prompt. Differs from T5X: a score ignores temperature, top_k, top_p (rescale_log_probs) and filters.
+    `end_ids` or after `lengths` tokens; zeros follow. Its score is the sum of the model's log-probabilities of the
+    tokens after the prompt. Differs from T5X: scores ignore temperature, top_k, top_p (rescale_log_probs) and filters.
     """
 
     def next_state(state: SampleState[C]) -> SampleState[C]:
@@ -130,7 +129,7 @@ def sample(
 class BeamState(NamedTuple, Generic[C]):
     """The state of `beam_search`. The best beam and the best finished sequence are last."""
 
-    position: jax.Array  # int32: where the next token goes
+    position: jax.Array  # int32: position of the next token
     tokens_bn: jax.Array  # int32: the newest token of each beam, BOS (0) at first
     live_bnT: jax.Array  # int32: the beams
     live_log_probs_bn: jax.Array  # float32
@@ -153,13 +152,13 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the best sequences, int32 [b, n, T], and their scores, float32 [b, n]; the best is last.
 
-    `reorder(cache, parents_bn)` gives each beam the part of the cache of its parent, 0 to n - 1. A score is the
+    `reorder(cache, parents_bn)` gives each beam its parent's part of the cache; parents are 0 to n - 1. A score is the
     log-probability of a sequence divided by `brevity_penalty` of its length with EOS; one near MASKED marks a missing
     sequence. If no sequence has ended, return the beams and their log-probabilities. An example ends when no beam can
-    beat its finished sequences. Prompt and lengths are as in `sample`. T5X's beam_search.
+    beat its finished sequences. Prompt and lengths are as in `sample`. This is T5X's beam_search.
     """
     num_examples, length = prompt_bT.shape
-    num_candidates = (1 + len(end_ids)) * num_beams  # of which n live on
+    num_candidates = (1 + len(end_ids)) * num_beams  # n survive
     longest_penalty_b = brevity_penalty(alpha, lengths_b + 1)  # T5X counts BOS here
 
     def is_running(state: BeamState[C]) -> jax.Array:
@@ -174,13 +173,13 @@ def beam_search(
             live_rT = state.live_bnT.reshape(-1, length)
             logits_rv = filtered(filters, logits_rv - normalizer_r1, live_rT, state.position)
             normalizer_r1 = jnp.zeros_like(normalizer_r1)
-        # The best continuations of each beam, then those of each example, the best first.
+        # The best continuations of each beam, then of each example, best first.
         best_rk, tokens_rk = top_k(logits_rv, num_candidates)
         best_rk = best_rk - normalizer_r1 + state.live_log_probs_bn.reshape(-1, 1)
         num_best = best_rk.shape[1]  # fewer than c if the vocabulary is small
         log_probs_bc, index_bc = lax.top_k(best_rk.reshape(num_examples, -1), num_candidates)
         tokens_bc = pick(tokens_rk.reshape(num_examples, -1), index_bc)
-        # A token of the prompt is the only continuation, of one beam.
+        # A token of the prompt is the only continuation, and only of one beam.
         forced_b1 = prompt_bT[:, state.position][:, None]
         in_prompt_1c = jnp.where(jnp.arange(num_candidates) == 0, 0.0, MASKED)[None]
         log_probs_bc = jnp.where(forced_b1 > 0, in_prompt_1c, log_probs_bc)
@@ -243,7 +242,7 @@ def run(
 ) -> State:
     """Return the state after all rows have ended, or all `length` positions are taken.
 
-    The cache grows to 64, 128, ... `length` tokens, so a step reads at most twice the tokens there are.
+    The cache grows to 64, 128, ... `length` tokens, so a step reads at most twice as many slots as needed.
     """
 
     def is_running(state: State) -> jax.Array:
@@ -271,9 +270,9 @@ def best_last(scores: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
 
 def top_k(logits_rv: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Return the k largest logits of each row, or all, in `lax.top_k`'s order, and their ids, both [r, k]."""
-    own_rk, ids_rk = kernels.top_k(logits_rv, min(k, logits_rv.shape[1]))
+    local_rk, ids_rk = kernels.top_k(logits_rv, min(k, logits_rv.shape[1]))
     ids_rk = ids_rk + lax.axis_index('model') * logits_rv.shape[1]
-    all_rk = lax.all_gather(own_rk, 'model', axis=1, tiled=True, to='invarying')
+    all_rk = lax.all_gather(local_rk, 'model', axis=1, tiled=True, to='invarying')
     ids_rk = lax.all_gather(ids_rk, 'model', axis=1, tiled=True, to='invarying')
     # Equal logits are ordered by id here, and lax.top_k takes the first.
     best_rk, index_rk = lax.top_k(all_rk, min(k, all_rk.shape[1]))
@@ -289,8 +288,8 @@ def pick(x: jax.Array, index_bn: jax.Array) -> jax.Array:
 def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 0.0) -> jax.Array:
     """Return the logits with MASKED for all but the `top_k` most likely tokens.
 
-    Among these, `top_p` keeps the fewest tokens with this total probability, then `min_p` those with this share of the
-    most likely token's probability. 0 keeps all.
+    Among these, `top_p` keeps the fewest tokens with this total probability; then `min_p` keeps tokens with at least
+    this share of the most likely token's probability. 0 keeps all.
     """
     if top_k:
         is_kept_rv = are_largest(logits_rv, jnp.ones_like(logits_rv, jnp.int32), top_k)
@@ -308,17 +307,18 @@ def keep_largest(logits_rv: jax.Array, top_k: int, top_p: float, min_p: float = 
 def are_largest(x_rv: jax.Array, weights_rv: jax.Array, enough: float) -> jax.Array:
     """Return whether each x reaches its row's highest threshold above which the weights sum to `enough`, bool [r, v].
 
-    All do if there is none. Bisecting the bits of a threshold takes 32 sums over the split vocabulary, and no sorting (T5X t5x/binary_search.py).
+    All do if none exists. Bisecting the threshold's bits takes 32 sums over the split vocabulary, and no sorting (T5X
+    t5x/binary_search.py).
     """
-    # Integers in the order of the floats: the bits of negative ones run backwards.
+    # Integers in the order of the floats: without the XOR, negative floats are in reverse order.
     bits_rv = lax.bitcast_convert_type(x_rv, jnp.int32)
     order_rv = jnp.where(bits_rv < 0, bits_rv ^ 0x7FFFFFFF, bits_rv)
 
     def next_bit(i: jax.Array, threshold_r1: jax.Array) -> jax.Array:
         # The first bit is the sign: added to the smallest integer, it gives 0.
         higher_r1 = threshold_r1 + lax.shift_left(jnp.int32(1), 31 - i.astype(jnp.int32))
-        kept_rv = jnp.where(order_rv >= higher_r1, weights_rv, 0)
-        sum_r1 = partition.psum(kept_rv.sum(axis=1, keepdims=True), 'model')
+        above_rv = jnp.where(order_rv >= higher_r1, weights_rv, 0)
+        sum_r1 = partition.psum(above_rv.sum(axis=1, keepdims=True), 'model')
         return jnp.where(sum_r1 >= enough, higher_r1, threshold_r1)
 
     largest_r1 = lax.pmax(order_rv.max(axis=1, keepdims=True), 'model')
@@ -363,7 +363,7 @@ class KeysValues(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of a decoder layer; None in training. T5X recomputes those of the inputs in each step."""
+    """Keys and values of a decoder layer; None in training. T5X recomputes the inputs' keys and values in each step."""
 
     targets: KeysValues | None = None  # the tokens read so far, with room for more
     inputs: KeysValues | None = None  # the encoded inputs
@@ -379,14 +379,14 @@ class Cache(NamedTuple):
 
 
 def empty_cache(
-    of_inputs: Iterable[KeysValues], mask_b11M: jax.Array, num_groups: int, num_beams: int
+    inputs: Iterable[KeysValues], mask_b11M: jax.Array, num_groups: int, num_beams: int
 ) -> Cache:
-    """Return a cache with the inputs of each layer, whose mask is given, and without room for tokens."""
+    """Return a cache with the keys and values of the inputs for each layer, and no room for tokens."""
 
     def empty(x_bhKM: jax.Array) -> jax.Array:
         return jnp.zeros_like(x_bhKM, shape=(num_groups, *x_bhKM.shape[1:3], 0))
 
-    layers = [LayerCache(jax.tree.map(empty, inputs), inputs) for inputs in of_inputs]
+    layers = [LayerCache(jax.tree.map(empty, memory), memory) for memory in inputs]
     writers_gnM = jnp.zeros_like(mask_b11M, jnp.int32, (num_groups, num_beams, 0))
     return Cache(jnp.int32(0), mask_b11M, writers_gnM, tuple(layers))
 
@@ -417,7 +417,7 @@ def add_writers(cache: Cache) -> Cache:
 
 
 def read_mask(cache: Cache) -> jax.Array:
-    """Return mask_g1nS, bool: the slots that each beam reads, those of its sequence."""
+    """Return mask_g1nS, bool: the slots of each beam's sequence."""
     num_groups, num_beams, room = cache.writers_gnM.shape
     is_writer_gnMn = cache.writers_gnM[..., None] == jnp.arange(num_beams)[None, None, None]
     is_read_M = jnp.arange(room) <= cache.length

@@ -49,7 +49,7 @@ class Family(Generic[Config, Parts]):
     """A model, and the properties that the program needs, with T5's as defaults."""
 
     parts: Parts
-    # Regular expression of a parameter's path, and how it is split. A later row replaces an equal one.
+    # (regular expression of paths, how these parameters are split). A later row replaces an equal expression.
     specs: tuple[tuple[str, P | Callable[[Config], P]], ...]
     # (config, input length, target length) -> FLOPs of a row's forward pass.
     flops: Callable[[Config, int, int], float] = t5_flops
@@ -57,11 +57,11 @@ class Family(Generic[Config, Parts]):
     losses: Callable[[Config], Mapping[str, float]] = lambda config: {}
     # (config, mesh) -> None: raises Refused for a mesh that does not split all parts evenly.
     check_mesh: Callable[[Config, Mesh], None] = check_t5_mesh
-    # config -> the config of the encoder's modules, if its sizes are its own.
+    # config -> the config of the encoder's modules, if the encoder has other sizes.
     encoder_config: Callable[[Config], Config] = lambda config: config
-    # config -> the layers in a step of a scan, more than 1 if they differ in parameters.
+    # config -> the number of layers in a step of a scan, above 1 if layers differ in parameters.
     period: Callable[[Config], int] = lambda config: 1
-    # config -> regular expression of parameters whose modules read their slice of 'fsdp' alone.
+    # config -> regular expression of parameters that their modules use without a gather over 'fsdp'.
     split_in_use: Callable[[Config], str] = lambda config: ''
     # (config, T5's vocabulary.Ends) -> the special ids around texts.
     ends: Callable = lambda config, ends: ends
@@ -71,7 +71,7 @@ class Family(Generic[Config, Parts]):
     # (config, read, vocabulary, seed) -> {path: array}: their initial values, by default from the modules;
     # `read(path)` reads a parameter of the base.
     initial_adapters: Callable | None = None
-    files: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)  # of the user
+    files: tuple[bytes, ...] = dataclasses.field(default=(), repr=False)  # contents of user's files
 
     def param_specs(self, config: Config, paths: Iterable[str]) -> dict[str, P]:
         """Return {path: spec} of parameters."""

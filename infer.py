@@ -1,10 +1,9 @@
-"""A checkpoint as a model that one can call: `load` returns a T5 with `logits`, `score`, `generate` and `encode`.
+"""Load a checkpoint as a model in Python: a T5 with `logits`, `score`, `generate` and `encode`.
 
     t5 = infer.load('runs/small')
     t5.generate(['The <extra_id_0> walks in <extra_id_1> park.'])
 
-The modes and the task metrics pass tokenized questions to `in_batches`.
-Source: T5X t5x/models.py.
+The modes and the task metrics pass tokenized questions to `in_batches`. Source: T5X t5x/models.py.
 """
 
 import dataclasses
@@ -59,17 +58,17 @@ def load(
     step: int | str = '',
     part: str = '',
 ) -> 'T5':
-    """Open a checkpoint as a model. Reads its parameters alone, or their average if a run keeps one.
+    """Open a checkpoint as a model. Reads only the parameters, or their moving average if the run has one.
 
     `path`: a workdir (its newest checkpoint), a T5X checkpoint directory, a Mesh-TF checkpoint (its prefix or folder)
-    or a Hugging Face folder, also of peft's adapters; on a disk, in a bucket, or hf://ORG/NAME[@REVISION]. An encoder
-    alone may be a single safetensors file.
+    or a Hugging Face folder, also of peft's adapters; on a disk, in a bucket, or hf://ORG/NAME[@REVISION]. A model
+    with only an encoder may be a single safetensors file.
     `step`: another checkpoint of a workdir: a number, or 'best', by its `save.best_metric`.
     `vocabulary`: 'bytes', a SentencePiece model, or a folder that has one; by default the checkpoint's or its run's.
-    `config`: the sizes; by default the checkpoint's own config, else its shapes.
-    `mesh`: from partition.make_mesh; its 'fsdp' splits inputs alone. By default one device.
+    `config`: the sizes; by default from the checkpoint's config, else from its shapes.
+    `mesh`: from partition.make_mesh; its 'fsdp' splits only inputs. By default one device.
     `dtype` of the parameters: 'float32', 'bfloat16', 'float16', or '' for the stored one.
-    `part`: 'encoder' does not read the decoder, 'whole' refuses an encoder.
+    `part`: 'encoder' skips the decoder, 'whole' refuses a model without one.
 
     Raises Refused if `path` is not a supported checkpoint or an argument does not match it.
     """
@@ -83,13 +82,13 @@ def load(
         mesh = partition.make_mesh(data=1)
     opened = formats.open.open_model(path, config, str(step), part)
     opened.config.family.check_mesh(opened.config, mesh)
-    found = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
+    tokenizer = formats.vocabulary.find_vocabulary(opened.directory, vocabulary)
     specs = opened.config.family.specs_in_use(opened.config, model.shapes(opened.config))
     shardings = {f'target/{name}': x for name, x in partition.shardings(mesh, specs).items()}
     leaves = {name: leaf for name, leaf in opened.leaves.items() if name in shardings}
     arrays = checkpoint.restore(leaves, shardings, dtype)
     params = {name: jnp.asarray(x) for name, x in checkpoint.parameters(arrays).items()}
-    t5 = T5(opened.config, params, mesh, found)
+    t5 = T5(opened.config, params, mesh, tokenizer)
     lengths = check.read_stored(opened.directory).get('data', {}).get('lengths', {})
     t5.max_input_length = lengths.get('inputs', MAX_INPUT_LENGTH)
     if opened.note:
@@ -110,14 +109,14 @@ Generated = Texts | list[list[int]] | list[list[list[int]]] | Answers
 
 
 class T5:
-    """A checkpoint that one can call. `load` makes it.
+    """A model with its parameters. `load` reads one from a checkpoint.
 
-    `config`: sizes. `arrays`: parameters, {T5X's path: array}; others of the same shapes may be assigned, and nothing
-    is compiled again. `params`: the same as nested dicts. `vocabulary`: None if the checkpoint brings none. `mesh`: its
-    devices. `max_input_length`: most tokens of a text in `generate` and `encode`, EOS included. `ends`: special ids.
+    `config`: sizes. `arrays`: parameters, {T5X's path: array}; assign others of the same shapes without recompiling.
+    `params`: the same as nested dicts. `vocabulary`: None if the checkpoint has none. `mesh`: its devices.
+    `max_input_length`: the most tokens of a text in `generate` and `encode`, EOS included. `ends`: special ids.
 
-    Inputs and targets are texts, which get `ends`, or lists of token ids, taken as they are. All methods refuse
-    other values, and ids without an embedding.
+    Inputs and targets are texts, which get `ends`, or lists of token ids, used unchanged. All methods refuse other
+    values, and ids without an embedding.
     """
 
     def __init__(
@@ -127,8 +126,8 @@ class T5:
         self.config = dataclasses.replace(config, scan_layers=False)
         self.mesh = mesh
         self.vocabulary = vocabulary
-        own_ends = getattr(vocabulary, 'own_ends', Ends((EOS_ID,), ((), (EOS_ID,))))
-        self.ends: Ends = config.family.ends(config, own_ends)
+        ends = getattr(vocabulary, 'own_ends', Ends((EOS_ID,), ((), (EOS_ID,))))
+        self.ends: Ends = config.family.ends(config, ends)
         if vocabulary is not None:
             vocabulary.ends = self.ends
         self.max_input_length = MAX_INPUT_LENGTH
@@ -140,8 +139,8 @@ class T5:
 
     @property
     def arrays(self) -> Parameters:
-        is_own = os.getpid() == self._process
-        assert is_own, "JAX hangs after a fork: start processes with multiprocessing's 'spawn'"
+        is_fork = os.getpid() != self._process
+        assert not is_fork, "JAX hangs after a fork: use multiprocessing's 'spawn'"
         return self._arrays
 
     @arrays.setter
@@ -160,7 +159,7 @@ class T5:
         """Return teacher-forced logits, float32 [batch, target length, vocab].
 
         `batch` has T5X's features as integers [batch, length]: `SEQUENCES`, and `SEGMENTS` if it is packed. Its
-        size must divide by the mesh's 'data' * 'fsdp'.
+        size must be a multiple of the mesh's 'data' * 'fsdp'.
         """
         self._check_decoder()
         return self._program(programs.logits)(self.arrays, self._features(batch))
@@ -168,10 +167,10 @@ class T5:
     def score(self, inputs: Inputs, targets: Inputs, numbers: Numbers = None) -> NDArray:
         """Return the log-likelihood of each target given its input, in nats, float32 [examples]: T5X's score_batch."""
         self._check_decoder()
-        of_inputs = self._ids('inputs', inputs)
-        of_targets = self._ids('targets', targets)
-        check_one_each('targets', of_targets, of_inputs)
-        questions = [Question(ids, [of_targets[i]]) for i, ids in enumerate(of_inputs)]
+        input_ids = self._ids('inputs', inputs)
+        target_ids = self._ids('targets', targets)
+        check_one_each('targets', target_ids, input_ids)
+        questions = [Question(ids, [target_ids[i]]) for i, ids in enumerate(input_ids)]
         questions = words.with_numbers(questions, numbers)
         return np.concatenate(list(score_batch(self, questions)))
 
@@ -180,18 +179,18 @@ class T5:
     ) -> tuple[NDArray, NDArray]:
         """Return the encoder's outputs, float32 [examples, length, emb_dim], and their mask, bool [examples, length].
 
-        EOS has an output, too. Outputs are 0 where the mask is False. A text of more than `max_input_length` tokens is
+        EOS also has an output. Outputs are 0 where the mask is False. A text of more than `max_input_length` tokens is
         refused; `trim` cuts it. `batch_size` inputs are encoded at once.
         """
-        encoded = self._inputs(inputs, trim)
-        mask_bM = np.zeros((len(encoded), max(map(len, encoded))), bool)
+        all_ids = self._inputs(inputs, trim)
+        mask_bM = np.zeros((len(all_ids), max(map(len, all_ids))), bool)
         emb_dim = self.config.family.encoder_config(self.config).emb_dim
         outputs_bMD = np.zeros((*mask_bM.shape, emb_dim), np.float32)
-        questions = words.with_numbers([Question(ids) for ids in encoded], numbers)
+        questions = words.with_numbers([Question(ids) for ids in all_ids], numbers)
         outputs = in_batches(functools.partial(encode_batch, self), questions, batch_size)
         for i, outputs_MD in enumerate(outputs):
-            mask_bM[i, : len(encoded[i])] = encoded[i] > 0
-            outputs_bMD[i, : len(encoded[i])] = outputs_MD
+            mask_bM[i, : len(all_ids[i])] = all_ids[i] > 0
+            outputs_bMD[i, : len(all_ids[i])] = outputs_MD
         return outputs_bMD, mask_bM
 
     def generate(
@@ -207,22 +206,22 @@ class T5:
     ) -> Generated:
         """Return the model's answers: texts if the inputs are texts, else lists of ids without EOS.
 
-        `options`, with `changes` of its fields, such as beam_size=4, says how. By default an answer has the most likely
-        token at each position. `prompts`, a text, ids or None for each input, begin the answers. `allowed` has the only
-        answers, or a list of them for each input. `trim` cuts texts of more than `max_input_length` tokens. `numbers`,
-        {name: a number for each input}, are for an own model that reads them.
+        `options` and `changes` of its fields, such as beam_size=4, choose the method; by default, each token is the
+        most likely one. `prompts`, a text, ids or None for each input, begin the answers. `allowed` lists the only
+        possible answers, once or for each input. `trim` cuts texts of more than `max_input_length` tokens. `numbers`,
+        {name: a number for each input}, are for a user's model that reads them.
 
-        With `num_return` above 1, return a list of answers for each input, the best first; fewer if a beam search
-        finds fewer, and -inf for their scores. `return_scores` returns `Answers`: texts, tokens and scores. A score is
-        the log-likelihood of an answer in nats, as `score` has it, without its prompt; a beam search divides it by
-        T5X's brevity penalty.
+        With `num_return` above 1, return a list of answers for each input, best first. A beam search may find fewer;
+        missing ones have score -inf. `return_scores` returns `Answers`: texts, tokens and scores. A score is the
+        log-likelihood of an answer in nats, as in `score`, without its prompt; a beam search divides it by T5X's
+        brevity penalty.
         """
         assert isinstance(options, Decoding), f'write max_length={options}'
         for name in changes.keys() - OPTIONS.keys():
             from formats.hugging_face import ARGUMENTS_OF_GENERATE
 
             if name in ARGUMENTS_OF_GENERATE:
-                raise Refused(f'{name} is of transformers: {ARGUMENTS_OF_GENERATE[name]}')
+                raise Refused(f'{name} is for transformers: {ARGUMENTS_OF_GENERATE[name]}')
         if allowed is not None:
             changes['allowed'] = allowed
         decoding = dataclasses.replace(options, **changes)  # type: ignore[arg-type]
@@ -236,7 +235,7 @@ class T5:
             texts.append(answer.texts)
             tokens.append([[k for k in ids if k not in ends] for ids in answer.tokens])
             scores[i, : len(answer.scores)] = answer.scores
-        if decoding.num_return == 1:  # no list around the one answer
+        if decoding.num_return == 1:  # an answer, not a list of one
             texts = list(itertools.chain(*texts))
             tokens = list(itertools.chain(*tokens))
             scores = scores[:, 0]
@@ -257,11 +256,12 @@ class T5:
             check_one_each('temperature', decoding.temperature, ids)
         if decoding.is_allowed_per_input:
             check_one_each('allowed', decoding.allowed, ids)
-        prompts = [None] * len(ids) if prompts is None else prompts
-        of_prompts = self._ids('prompts', prompts, is_prompt=True)
-        check_one_each('prompts', of_prompts, ids)
+        if prompts is None:
+            prompts = [None] * len(ids)
+        prompt_ids = self._ids('prompts', prompts, is_prompt=True)
+        check_one_each('prompts', prompt_ids, ids)
         questions = []
-        for i, prompt in enumerate(of_prompts):
+        for i, prompt in enumerate(prompt_ids):
             prompt = np.trim_zeros(prompt, 'b')
             if not prompt.all() or len(prompt) > decoding.max_length:
                 raise Refused(f'prompts[{i}] must have at most max_length ids, none of them 0')
@@ -271,21 +271,21 @@ class T5:
                 allowed_bnA = self._words(decoding, self.vocabulary, vocab_size)['allowed_bnA']
                 begins_nT = allowed_bnA[i % len(allowed_bnA), :, : len(prompt)]
                 if not any(np.array_equal(begin_T, prompt) for begin_T in begins_nT):
-                    raise Refused(f'prompts[{i}]: begins none of the answers that are allowed')
+                    raise Refused(f'prompts[{i}]: begins none of the allowed answers')
         return questions
 
     def _inputs(self, inputs: Inputs, trim: bool) -> list[NDArray]:
         """Return the ids of inputs; a text has at most `max_input_length` tokens."""
-        encoded = self._ids('inputs', inputs)
+        all_ids = self._ids('inputs', inputs)
         if not are_texts(inputs):
-            return encoded
-        for i, ids in enumerate(encoded):
+            return all_ids
+        for i, ids in enumerate(all_ids):
             if len(ids) > self.max_input_length and not trim:
                 limit = f'max_input_length={self.max_input_length}'
                 raise Refused(f'inputs[{i}] has {len(ids)} tokens, above {limit}: use trim=True')
         end = self.ends.inputs[1]
         most = self.max_input_length
-        return [np.array([*ids[: min(len(ids), most) - len(end)], *end]) for ids in encoded]
+        return [np.array([*ids[: min(len(ids), most) - len(end)], *end]) for ids in all_ids]
 
     def _ids(self, name: str, examples: Inputs | Prompts, is_prompt: bool = False) -> list[NDArray]:
         return words.ids_of(name, examples, self.vocabulary, self.config.vocab_size, is_prompt)
@@ -294,7 +294,7 @@ class T5:
         """Return the features of a batch that the model reads, int32."""
         names = batch.keys() - set(IGNORED_FEATURES)
         if names not in (set(SEQUENCES), set(FEATURES)):
-            raise Refused(f'the batch has {[*names]}, not {SEQUENCES}, if packed also {SEGMENTS}')
+            raise Refused(f'the batch has {[*names]}: use {SEQUENCES}, if packed also {SEGMENTS}')
         features: dict[str, jax.Array] = {}
         for name in sorted(names, key=FEATURES.index):
             x = batch[name]
@@ -303,14 +303,14 @@ class T5:
             if x.ndim != 2 or not x.size or x.dtype.kind not in 'iu':
                 raise Refused(f'{name} is {x.dtype} {x.shape}: must be integers [batch, length]')
             partition.check_divides(f'{name}: rows', len(x), partition.BATCH_AXES, self.mesh)
-            if name in SEQUENCES and not isinstance(x, jax.core.Tracer):  # which has no values
+            if name in SEQUENCES and not isinstance(x, jax.core.Tracer):  # tracers have no values
                 words.check_ids(name, np.asarray(x), self.config.vocab_size)
             features[name] = jnp.asarray(x, jnp.int32)
         return features
 
     def _check_decoder(self) -> None:
         if self.config.num_decoder_layers == 0:
-            raise Refused('this model is an encoder alone: call encode, or load it all')
+            raise Refused('this model has only an encoder: call encode, or load the full model')
 
     # Programs and their arguments.
 
@@ -318,7 +318,7 @@ class T5:
         return padded_rows(ids, num_rows, partition.axes_size(self.mesh, partition.BATCH_AXES))
 
     def _compute(self, kind: Callable, batch: Mapping[str, NDArray], *options: Decoding | Ends):
-        """Return the output of a program for a batch of padded rows, in every process all of it."""
+        """Return the output of a program for a batch of padded rows: all of it, in every process."""
         rows = NamedSharding(self.mesh, partition.BATCH)
         shapes = {name: x.shape for name, x in batch.items()}  # every process has all rows
         placed = jax.make_array_from_process_local_data(rows, dict(batch), shapes)
@@ -396,10 +396,7 @@ def answer_batch(
 
 
 def score_batch(t5: T5, questions: Sequence[Question], num_rows: int = 0) -> Iterator[NDArray]:
-    """Yield the log-likelihoods of the targets of each question, whose inputs are encoded once.
-
-    They are those of `T5.score`: nats, float32 [targets].
-    """
+    """Yield the scores of each question's targets, as in `T5.score`, float32 [targets]. Inputs are encoded once."""
     inputs_bM = t5._rows([question.inputs for question in questions], num_rows)
     num_choices = next_size(max(len(question.targets) for question in questions), 1)
     targets: list[Ids] = []

@@ -1,7 +1,7 @@
 """Skip this file: each function equals the JAX call that its docstring begins with.
 
-XLA compiles these calls slowly for one kind of device, so a second form stands next to plain JAX. Only this file asks
-which device it is on. docs/log.md has the figures.
+XLA compiles these calls poorly for one kind of device, so a second form stands next to plain JAX. Only this file asks
+which device it runs on. docs/log.md has the figures.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 STAGE = 32  # longest dimension that XLA reduces in one loop
-FEW_ROWS = 64  # up to here, a kernel stored column by column is faster
+FEW_ROWS = 64  # up to this many, a kernel stored column by column is faster
 HOPPER = re.compile(r'NVIDIA G?H[12]00\b')
 MAX_HEAD_DIM = 112  # 128 with codes, the limit of cuDNN's older backward passes
 BLOCK = 128  # `top_k` first takes the maximum of each block
@@ -39,10 +39,10 @@ def is_on_hopper() -> bool:
 
 
 def fuses_attention(q_bThK: jax.Array, k_bhKM: jax.Array, queries_bT: jax.Array | None) -> bool:
-    """Return whether kernels_gpu.attention computes attention here, with `queries_bT`, the segments of queries.
+    """Return whether to use kernels_gpu.attention; `queries_bT` has the segments of queries, None in decoding.
 
-    A step of T5 1.1 base then moves 0.56 times the bytes. cuDNN's limits: bfloat16, even lengths, and heads of a
-    multiple of 8. In decoding, a mask has no segments.
+    A step of T5 1.1 base then moves 0.56 times the bytes. cuDNN's limits: bfloat16, even lengths, and a head size
+    divisible by 8.
     """
     head_dim, num_keys = k_bhKM.shape[2:]
     return (
@@ -81,8 +81,8 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Arra
     """Return jnp.einsum(equation, x, kernel), [b, T, *columns], for x of [b, T, *rows].
 
     On CPUs, flatten x to 2-D: otherwise XLA transposes and copies dy to sum the kernel's gradient over b and T
-    (4 MLPs, forward and backward: 0.52 s, down from 0.85). Columns, or for few rows a kernel whose rows are last in
-    the equation, is the left factor (8 rows: 22 ms, down from 29; 35 with its rows first).
+    (4 MLPs, forward and backward: 0.52 s, down from 0.85). Columns become the left factor; with few rows, so does a
+    kernel whose rows are last in the equation (8 rows: 22 ms, down from 29; 35 with its rows first).
     """
     if not is_on_cpu():
         return jnp.einsum(equation, x, kernel)
@@ -101,16 +101,16 @@ def einsum(equation: str, x: jax.Array, kernel: jax.Array | Columns) -> jax.Arra
 
 @jax.custom_vjp
 def matmul(x_rD: jax.Array, kernel_DF: jax.Array) -> jax.Array:
-    """Return x @ kernel, [r, F], on a CPU: XLA multiplies bfloat16 fast if the sums are float32.
+    """Return x @ kernel, [r, F], on a CPU, where XLA multiplies bfloat16 fast if the sums are float32.
 
-    JAX's own gradient would multiply the float32 gradient of the sums (4 MLPs: 0.47 s, not 0.25).
+    JAX's own gradient would multiply the float32 gradient of the sums (4 MLPs: 0.47 s instead of 0.25).
     """
     return jnp.matmul(x_rD, kernel_DF, preferred_element_type=jnp.float32).astype(x_rD.dtype)
 
 
 def _matmul_backward(matrices, grad_rF):
     def transpose(x):
-        if x.dtype == jnp.bfloat16:  # fast only if both are stored row by row (7 ms, not 14)
+        if x.dtype == jnp.bfloat16:  # store both row by row: 7 ms, down from 14
             return with_layout_constraint(x.T, Layout(major_to_minor=(0, 1)))
         return x.T
 
@@ -124,14 +124,14 @@ matmul.defvjp(lambda *matrices: (matmul(*matrices), matrices), _matmul_backward)
 def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     """Mark arrays as varying over the mesh axes of each other, as JAX does for its own products."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    missing = [tuple(sorted(frozenset().union(*axes) - of_x)) for of_x in axes]
-    return [lax.pcast(x, new, to='varying') for x, new in zip(arrays, missing, strict=True)]
+    new_axes = [tuple(sorted(frozenset().union(*axes) - old)) for old in axes]
+    return [lax.pcast(x, new, to='varying') for x, new in zip(arrays, new_axes, strict=True)]
 
 
 def for_decoding(
     mesh: Mesh, params: Mapping[str, jax.Array], dtypes: Mapping[str, str]
 ) -> dict[str, Columns]:
-    """Return replacements for the kernels in `dtypes`, {path: dtype}, in steps of decoding: on CPUs, Columns.
+    """Return Columns for the kernels in `dtypes`, {path: dtype}, which decoding on CPUs reads faster; elsewhere {}.
 
     Making them takes as long as several steps. XLA would copy an array of layout (1, 0) back into rows (39 ms a step).
     """
@@ -215,7 +215,7 @@ softmax.defvjp(lambda logits: (softmax(logits),) * 2, _softmax_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def broadcast(x: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Return float32 x repeated along new first dimensions, in `dtype`. Its gradient reduces in float32."""
+    """Return float32 x repeated along new leading dimensions, in `dtype`. Its gradient reduces in float32."""
     return jnp.broadcast_to(x, shape).astype(dtype)
 
 
@@ -227,7 +227,7 @@ broadcast.defvjp(lambda x, *others: (broadcast(x, *others), x.shape), _broadcast
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return lax.top_k(x, k): the largest numbers, the lowest index first in a tie, and indices.
+    """Return lax.top_k(x, k): the largest numbers, in a tie the lowest index first, and their indices.
 
     XLA sorts all numbers. The k largest lie in the k blocks with the largest maxima: one pass and a sort of these
     blocks take 0.05 ms for float32 [8, 32128] and k = 8, down from 0.27 (on an H200, 256 rows: 0.04 ms, down from 0.13).
@@ -237,33 +237,33 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         values, indices = lax.top_k(x, k)
         return values, indices
     blocks = x.reshape(*x.shape[:-1], num_blocks, BLOCK)
-    _, chosen = lax.top_k(blocks.max(axis=-1), k)
-    chosen = jnp.sort(chosen, axis=-1)  # keeps ties in the order of their indices
-    candidates = jnp.take_along_axis(blocks, chosen[..., None], axis=-2)
-    values, places = lax.top_k(candidates.reshape(*x.shape[:-1], k * BLOCK), k)
-    block = jnp.take_along_axis(chosen, places // BLOCK, axis=-1)
-    return values, block * BLOCK + places % BLOCK
+    _, numbers = lax.top_k(blocks.max(axis=-1), k)
+    numbers = jnp.sort(numbers, axis=-1)  # keeps ties in the order of their indices
+    candidates = jnp.take_along_axis(blocks, numbers[..., None], axis=-2)
+    values, positions = lax.top_k(candidates.reshape(*x.shape[:-1], k * BLOCK), k)
+    number = jnp.take_along_axis(numbers, positions // BLOCK, axis=-1)
+    return values, number * BLOCK + positions % BLOCK
 
 
 # How a train step is compiled.
 
 
 def kept_in_loop(x: jax.Array) -> jax.Array:
-    """Return a sum over devices that XLA leaves in its loop. For TPUs, it fails to move one in bfloat16 out."""
+    """Return a sum over devices that XLA leaves in its loop: for TPUs, XLA fails to move a bfloat16 sum out."""
     return x if x.dtype == jnp.float32 else lax.optimization_barrier(x)
 
 
 YNNPACK = 'xla_cpu_experimental_ynn_fusion_type'
-PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # YNNPACK computes products alone
+PRODUCTS = 'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'  # YNNPACK computes only products
 # Flags in /proc/cpuinfo of a CPU, x86 or ARM, that multiplies bfloat16.
 BFLOAT16_PRODUCTS = re.compile(r'\b(avx512_bf16|amx_bf16|bf16)\b')
 
 
 def compiler_options(mesh: Mesh, dtype: str) -> dict[str, str | bool]:
-    """Return compiler options for a train step on a mesh that computes in `dtype`. The user's XLA_FLAGS win.
+    """Return compiler options for a train step that computes in `dtype`. The user's XLA_FLAGS win.
 
-    On CPUs, XLA of JAX 0.10 gives sums and products to YNNPACK, which plans each again in every step and slows the
-    loading of a program. But YNNPACK alone uses a CPU's bfloat16 instructions. docs/log.md has figures.
+    On CPUs, the XLA of JAX 0.10 gives sums and products to YNNPACK, which plans them again in every step and slows
+    the loading of a program. But only YNNPACK uses a CPU's bfloat16 instructions. docs/log.md has figures.
     """
     if not is_on_cpu(mesh.abstract_mesh) or YNNPACK in os.environ.get('XLA_FLAGS', ''):
         return {}

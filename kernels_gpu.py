@@ -1,6 +1,6 @@
 """Skip this file: forms for NVIDIA GPUs that move fewer bytes. Each equals the plain form that its docstring names.
 
-kernels.py knows where they are used; its names and model.py's have the same suffixes. docs/log.md has figures.
+kernels.py decides where they are used. The suffixes are model.py's. docs/log.md has figures.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ def attention(
 ) -> jax.Array:
     """Return heads_bThK as model.Attention.attend does, without arrays of [b, h, T, M].
 
-    cuDNN takes the lengths of rows with padding at their ends: bool segments. It knows no other segments: queries and
-    keys are then extended by codes of them, so that keys of other segments have logits that are too low to count.
-    Queries without keys in their segment, such as padding, see other keys than in the plain form.
+    For bool segments, rows with padding at their ends, cuDNN takes the lengths. It supports no other segments: for
+    these, queries and keys are extended by codes of their segments, so that keys of other segments have negligible
+    weights. Queries without keys in their segment, such as padding, see other keys than in the plain form.
     """
     head_dim = q_bThK.shape[-1]
     k_bMhK = k_bhKM.transpose(0, 3, 1, 2)
@@ -41,12 +41,12 @@ def attention(
     if queries_bT.dtype == keys_bM.dtype == bool:
         lengths_b = (num_tokens(queries_bT), num_tokens(keys_bM))
     else:
-        num_digits = 4 if keys_bM.shape[1] < 8**4 else 8  # cuDNN's heads have a multiple of 8
+        num_digits = 4 if keys_bM.shape[1] < 8**4 else 8  # keeps the head size divisible by 8
         q_bThK = with_codes(q_bThK, queries_bT, num_digits)
         k_bMhK = with_codes(k_bMhK, keys_bM, num_digits)
         v_bMhK = jnp.pad(v_bMhK, ((0, 0), (0, 0), (0, 0), (0, 2 * num_digits)))
     if relpos_1hTM is not None:
-        # Devices may share the bias: JAX would take cuDNN's gradient for the sum over them, without a psum.
+        # If devices share the bias, JAX would take cuDNN's local gradient for their sum, without a psum.
         q_bThK, relpos_1hTM = kernels.vary_alike(q_bThK, relpos_1hTM)
         relpos_1hTM = relpos_1hTM.astype(q_bThK.dtype)
     heads_bThK = jax.nn.dot_product_attention(
@@ -64,7 +64,7 @@ def attention(
 
 
 def num_tokens(is_token_bT: jax.Array) -> jax.Array:
-    """Return the number of tokens in each row, at least 1: a softmax over no keys is not a number."""
+    """Return the number of tokens in each row, at least 1: a softmax over no keys is NaN."""
     return jnp.maximum(is_token_bT.sum(axis=1, dtype=jnp.int32), 1)
 
 
@@ -77,10 +77,10 @@ def with_codes(x_bThK: jax.Array, segments_bT: jax.Array, num_digits: int) -> ja
 
 
 def recomputed(f: Callable) -> Callable:
-    """Return f, a cheap function of arrays; on Hopper, its gradient keeps the arrays alone.
+    """Return f, a cheap function of arrays; on Hopper, its gradient keeps only the arrays.
 
-    Without barriers, XLA also keeps intermediate arrays; it would merge equal ones, so the two differ. The barrier of
-    jax.checkpoint also holds the gradient of the result, which is then written once more.
+    Without barriers, XLA also keeps intermediate arrays; it would merge equal barriers, so the two differ. The barrier
+    of jax.checkpoint also includes the gradient of the result, which is then written once more.
     """
     return without_residuals(f) if kernels.is_on_hopper() else f
 

@@ -29,9 +29,9 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
     """Take the steps up to train.steps. Log, evaluate and save on the way.
 
     When `stop` returns the number of a signal, save the step and return the number. Without `stop` (in a
-    notebook) an interrupt has this effect. Raises FloatingPointError, at most one logged interval later,
-    for a step that is not finite or a spike, as train.on_not_finite and train.on_spike say; other errors,
-    such as bad data or a full disk, are raised after the steps before them are saved.
+    notebook), an interrupt does the same. For a non-finite step or a spike, depending on train.on_not_finite
+    and train.on_spike, raise FloatingPointError, at most one logged interval later. Before any other error,
+    such as bad data or a full disk, save the steps so far.
     """
     assert not run.workdir.lock.closed, 'this run has ended: prepare it again to continue'
     with run.workdir.lock, contextlib.ExitStack() as stack:
@@ -49,7 +49,7 @@ def train(run: 'Run', stop: Callable[[], int] | None = None) -> int:
         except BaseException:  # a second interrupt
             run.workdir.saver.wait()
             raise
-        run.workdir.prune()  # an evaluation may have come after the checkpoint
+        run.workdir.prune()  # the last evaluation may follow the checkpoint
         lines = [
             f'Stopped after step {run.step:,}, which is saved: the same command continues from there.'
         ]
@@ -108,17 +108,17 @@ def take_steps(run: 'Run') -> None:
 
 
 class Hook(NamedTuple):
-    """A function that the loop calls after some of the steps."""
+    """A function that the loop calls after some steps."""
 
-    name: str  # labels its time
+    name: str  # labels its time in the clock
     is_due: Callable[['Run'], bool | int]
     call: Callable[['Run'], None]
 
 
 def default_hooks() -> list[Hook]:
-    """Return the hooks of a run, in the order in which they are called after a step.
+    """Return the hooks of a run, in the order of the calls.
 
-    Saving comes last: a run that resumes from the checkpoint has the log and the evaluations.
+    Saving comes last, so that a run resumed from the checkpoint has the log and the evaluations.
     """
     others = [
         Hook('logging', lambda run: run.is_shown or run.is_due(run.log_every_steps), log),
@@ -142,7 +142,7 @@ class Evaluation(Protocol):
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
     ) -> Mapping[str, float] | None:
-        """Report, and return {T5X's tag: value}; None if `stop`, called with the batches so far, ended it."""
+        """Report and return {T5X's tag: value}; None if `stop`, called with the number of batches so far, ended it."""
 
 
 @dataclasses.dataclass
@@ -192,7 +192,7 @@ class Run:
 
 
 def check_finite(run: Run) -> None:
-    """Raise LossNotFinite for a step that ends the run; report skipped ones."""
+    """Raise LossNotFinite for a step that ends the run; report skipped steps."""
     fault = find_fault(run)
     if fault is not None:
         run.workdir.saver.wait()  # the error names the newest checkpoint
@@ -200,13 +200,13 @@ def check_finite(run: Run) -> None:
 
 
 def find_fault(run: Run) -> Fault | None:
-    """Fetch the metrics of the steps so far, and return the first one that ends the run, if any."""
+    """Fetch the metrics of the steps so far, and return the first fault that ends the run, if any."""
     run.interval.fetch()
     return run.skips.find(run.interval, run.step, run.stream, run.console.line)
 
 
 def log(run: Run) -> None:
-    """Write the metrics of the steps since the last logged one; only show them if they are not due."""
+    """Write the metrics of the steps since the last logged one, or only show them if logging is not due."""
     step = run.step
     values = training_metrics(
         run.interval.metrics, run.clock, run.spec.batch_size, run.stream.data_group
@@ -235,17 +235,17 @@ def due_evaluations(run: Run) -> list[Evaluation]:
 
 
 def evaluate(run: Run) -> None:
-    """Do the evaluations of this step that metrics.jsonl lacks, with the averaged parameters.
+    """Run the evaluations of this step that metrics.jsonl lacks, with the averaged parameters.
 
-    A signal ends them; a run that resumes from this step does the rest.
+    A signal interrupts them; a run that resumes from this step does the others.
     """
     due = due_evaluations(run)
-    missing = run.workdir.metrics.missing([x.name for x in due], run.step)
+    names = run.workdir.metrics.missing([x.name for x in due], run.step)
     params = optimizer.averaged(run.state.params, run.state.opt_state)
     for evaluation in due:
         if run.stop.signal:
             return
-        if evaluation.name not in missing:
+        if evaluation.name not in names:
             continue
         with run.console.working(f'Evaluating {evaluation.name}, step {run.step:,}'):
             values = evaluation(params, run.step, run.stop.agree)
@@ -276,19 +276,19 @@ def save(run: Run) -> None:
 def save_before_error(run: Run, error: Exception) -> None:
     """Save the last step before `error`, unless it is saved or its state is not valid.
 
-    All processes save the same step, or none. If saving fails, a note of `error` says why.
+    All processes save the same step, or none. If saving fails, a note on `error` says why.
     """
-    if run.train_step is None:  # finished before
+    if run.train_step is None:  # already finished
         return
     try:
         with run.console.working('Saving'):
             run.workdir.saver.wait()
             own_step = -1
             # The failed step may have consumed its donated buffers.
-            is_there = not any(x.is_deleted() for x in jax.tree.leaves(run.state))
+            has_state = not any(x.is_deleted() for x in jax.tree.leaves(run.state))
             is_saved = run.step in checkpoint.steps(run.workdir.path)
             is_new = run.batch is not None and not is_saved
-            if is_there and is_new and not run.workdir.lock.is_lost and find_fault(run) is None:
+            if has_state and is_new and not run.workdir.lock.is_lost and find_fault(run) is None:
                 own_step = run.step
             # Wait until every process is here: the others fail at their next agreement.
             while not agreement.from_processes(np.array([True])).all():
@@ -299,6 +299,6 @@ def save_before_error(run: Run, error: Exception) -> None:
             save(run)
             run.workdir.saver.wait()
     except Exception as second:
-        error.add_note(f'Step {run.step:,} could not be saved, too: {second}')
+        error.add_note(f'Step {run.step:,} could not be saved either: {second}')
         return
     run.console.line(f'Step {run.step:,} is saved before the error: a run resumes from there.')

@@ -1,7 +1,6 @@
 """Cross entropy over a split vocabulary, as T5X defines it: z-loss, label smoothing, normalization.
 
-It runs inside `jax.shard_map`; the suffixes of names are those of model.py. Source: T5X
-t5x/losses.py and t5x/models.py.
+It runs inside `jax.shard_map`; the suffixes of names are model.py's. Source: T5X t5x/losses.py and t5x/models.py.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ import partition
 from family import Options
 from messages import Refused
 
-# The sums that metrics are made of.
+# The sums from which metrics are computed.
 T5X_SUMS: tuple[str, ...] = ('loss', 'z_loss', 'nats', 'weights', 'correct')
 T5X_SUMS += ('encoder_tokens', 'decoder_tokens', 'encoder_examples', 'decoder_examples')
 AUX = 'aux/'  # prefix of the sums of values that layers report
@@ -41,7 +40,7 @@ class LossConfig:
     loss_normalizing_factor: str = ''
     module: str = ''  # a file with its own `weighted_sums`
     options: Options | None = None  # the settings of that file
-    own: 'WeightedSums | None' = None  # its function
+    own: 'WeightedSums | None' = None  # the file's function
     content: bytes = b''
 
 
@@ -85,10 +84,10 @@ def all_sums(
     coefficients: Mapping[str, float],
     num_rows: int,
 ) -> dict[str, jax.Array]:
-    """Return `weighted_sums`, of `settings`, with this device's share of the aux and of its losses.
+    """Return the `weighted_sums` of `settings`, with this device's share of the sums and losses of aux.
 
-    A loss is coefficient * mean over the `num_rows` rows of the global batch, whatever divides other losses. Source:
-    T5X t5x/contrib/moe/models.py.
+    An aux loss is coefficient * mean over the `num_rows` rows of the global batch, whatever divides the other losses.
+    Source: T5X t5x/contrib/moe/models.py.
     """
     sums = dict((settings.own or weighted_sums)(outputs, batch, weights_bT, divisor, settings))
     assert sums.keys() >= set(T5X_SUMS), f'{settings.module}: weighted_sums must return {T5X_SUMS}'
@@ -104,7 +103,7 @@ def all_sums(
 
 
 def num_segments(segments_bT: jax.Array) -> jax.Array:
-    """Return the number of segments in rows of segment ids, 0 for padding, or of a bool that is False for padding."""
+    """Return the number of segments in rows of segment ids, int or bool; padding is 0 or False."""
     before_bT = jnp.pad(segments_bT[:, :-1], ((0, 0), (1, 0)))
     return ((segments_bT > 0) & (segments_bT != before_bT)).sum()
 
@@ -174,7 +173,7 @@ def weights_and_divisor(
     return weights_bT, jnp.where(divisor > 0, divisor, 1.0)  # all weights may be 0
 
 
-# Over the vocabulary, the last dimension, of which each device of 'model' has a slice.
+# Reductions over the vocabulary, the last dimension, split over 'model'.
 
 
 def logsumexp(x: jax.Array) -> jax.Array:

@@ -11,15 +11,14 @@
     python main.py --mode=report --runs=RUN[,RUN...] [--output_dir=DIR]
     python main.py --mode=tasks [NAME] [--examples=3] [--split=test] [--vocabulary=FILE]
 
-Exit status: 0 done; 1 failed, after the steps before are saved; 2 bad arguments or configuration;
-128 + its number after SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU. A wrong value (a flag, a setting,
-a file) is one line on stderr; a mistake in code, ours or yours, is Python's traceback. After a signal the run finishes and saves
-its step, and the same command continues from there. A second signal ends the process at once.
+Exit status: 0 done; 1 failed, with the earlier steps saved; 2 bad arguments or configuration; 128 + N after
+signal N (SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2 or SIGXCPU). A wrong flag, setting or file prints one line on
+stderr; a mistake in code, ours or yours, prints Python's traceback. After a signal, the run finishes its step and
+saves it; the same command continues from there. A second signal ends the process at once.
 
-Compiled programs are kept for the next command in ~/.cache/t5_in_haiku (XDG_CACHE_HOME moves it);
-JAX_ENABLE_COMPILATION_CACHE=false turns that off. On Linux, with CPUs alone, main.py starts itself again with
-GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for huge pages; GLIBC_TUNABLES= turns that off. JAX_ENABLE_X64 has no
-effect here: the settings have the dtypes.
+Compiled programs are cached in ~/.cache/t5_in_haiku (XDG_CACHE_HOME moves it); JAX_ENABLE_COMPILATION_CACHE=false
+turns this off. On Linux without accelerators, main.py restarts itself with GLIBC_TUNABLES=glibc.malloc.hugetlb=1,
+for huge pages; GLIBC_TUNABLES= turns this off. JAX_ENABLE_X64 has no effect: the settings choose the dtypes.
 """
 
 import importlib
@@ -41,7 +40,7 @@ def main(argv: list[str]) -> int:
         process.end_with_reader()
         try:
             process.print_lines([__doc__, command_line.describe(argv)], sys.stdout)
-        except Exception as error:  # in the config whose options it lists
+        except Exception as error:  # raised by the config
             return group.fail(error, status=2 if isinstance(error, Refused) else 1)
         return 0
     process.begin()
@@ -60,8 +59,8 @@ def main(argv: list[str]) -> int:
 
             topology.local_devices()  # raises ValueError if JAX_PLATFORMS has none
             compilation_cache.use()
-        # A file of modes/, imported late: a wrong flag is reported before JAX starts. Its `main` returns the exit
-        # status, and calls `signals.begin_work` when all is prepared: errors until then mean bad input.
+        # Import the mode late, so that a wrong flag is reported before JAX starts. Its `main` returns the exit status.
+        # It calls `signals.begin_work` when everything is prepared: earlier errors mean bad input.
         mode = importlib.import_module(f'.{FLAGS.mode}', modes.__name__)
         return group.end(mode.main(config, FLAGS, signals))
     except Exception as error:

@@ -12,7 +12,7 @@ class Refused(ValueError):
 
 
 class LossNotFinite(FloatingPointError):
-    """A step of training gave a loss, a gradient or parameters that are not finite."""
+    """The loss, a gradient or a parameter is not finite after a training step."""
 
 
 @contextlib.contextmanager

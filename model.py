@@ -60,7 +60,7 @@ ACTIVATIONS: dict[str, Callable] = {
     'swish': jax.nn.silu,
     'linear': lambda x: x,
 }
-# Values of a layer kept for the backward pass beside its inputs; the rest is computed again.
+# Values of a layer kept for the backward pass in addition to its inputs; all others are recomputed.
 REMAT_POLICIES = {
     'full': None,
     'dots': jax.checkpoint_policies.save_only_these_names('projection', 'sum'),
@@ -122,7 +122,7 @@ def init(config: T5Config, key: jax.Array) -> dict[str, jax.Array]:
     features = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
 
     def read(next_getter, x, context):
-        # Mark the axes that split the parameter, as a mesh does: the checks are then those of a step.
+        # Mark the axes that split the parameter, as on a mesh: a step has the same checks.
         path = context.full_name
         if '~' in path:
             raise ValueError(f"{path}: the method that makes it needs @hk.name_like('__call__')")
@@ -147,7 +147,7 @@ def shapes(config: T5Config) -> dict[str, tuple[int, ...]]:
 
 
 def param_specs(config: T5Config, paths: Iterable[str] | None = None) -> dict[str, P]:
-    """Return {path: spec} of parameters, by default of all."""
+    """Return {path: spec} of `paths`, by default of all parameters."""
     return config.family.param_specs(config, shapes(config) if paths is None else paths)
 
 
@@ -158,10 +158,10 @@ def apply(
     key: jax.Array | None = None,
     gradient_dtype: str = 'float32',
 ):
-    """Return f(*args), a function such as `logits`, on this device's slices of `params`.
+    """Return f(*args) on this device's slices of `params`; f is a function such as `logits`.
 
-    When a module reads a parameter, it is cast to the dtype that the module asks for. One split over 'fsdp' is gathered
-    in the narrower of both dtypes; in the backward pass its gradient is summed and scattered in `gradient_dtype`.
+    A parameter is cast to the dtype in which a module reads it. If it is split over 'fsdp', it is gathered in the
+    narrower of the two dtypes, and the backward pass sums and scatters its gradient in `gradient_dtype`.
     """
     tree: dict[str, dict[str, jax.Array]] = {}
     for path, x in params.items():
@@ -183,7 +183,7 @@ def apply(
 
 
 def adapter_paths(config: T5Config) -> tuple[str, ...]:
-    """Return the paths of adapters, which are trained and saved alone, beside a base checkpoint."""
+    """Return the paths of the adapters: only they are trained and saved, on top of a base checkpoint."""
     return tuple(path for path in shapes(config) if re.fullmatch(config.family.adapters, path))
 
 
@@ -195,13 +195,13 @@ Aux = dict[str, jax.Array]  # {name: float32 [b]}: values that layers report of 
 def logits(
     config: T5Config, batch: Mapping[str, jax.Array], rows_b: jax.Array | None = None
 ) -> Outputs:
-    """Return the logits of the next target token, teacher-forced, and the other outputs for a loss.
+    """Return the teacher-forced logits of the next target token, and the other outputs for a loss.
 
     `batch` has T5X's features, int32 [b, length]: encoder_input_tokens, decoder_input_tokens, decoder_target_tokens
     and, when packed, both segment_ids. The decoder may have several adjacent rows for each row of the inputs.
     """
-    # Padding is segment 0 and sees nothing; an unpacked sequence is segment 1. As in T5X, targets mark
-    # the decoder's padding: BOS in decoder_input_tokens is 0, too.
+    # Padding is segment 0 and sees nothing; an unpacked sequence is segment 1. As in T5X, targets mark the
+    # decoder's padding, because BOS in decoder_input_tokens is also 0.
     segments_bM = (batch['encoder_input_tokens'] > 0) * batch.get('encoder_segment_ids', True)
     segments_bT = (batch['decoder_target_tokens'] > 0) * batch.get('decoder_segment_ids', True)
     table_vD = token_table(config)
@@ -228,8 +228,8 @@ def logits(
     )
     aux = {}
     for name in encoder_aux.keys() | decoder_aux.keys():
-        of_stacks = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
-        aux[name] = jnp.concatenate(of_stacks).mean(axis=0)
+        values = [stack[name] for stack in (encoder_aux, decoder_aux) if name in stack]
+        aux[name] = jnp.concatenate(values).mean(axis=0)
         check_output('layers', aux[name], segments_bT.shape[:1], jnp.float32, f'aux {name!r}')
     return Outputs(logits_bTv, encoded_bMD, segments_bM, aux)
 
@@ -246,7 +246,8 @@ def encode(
 
     `inputs`: int32 ids. `segments`: 0 for padding, by default where inputs are 0. `table_vD`: see `token_table`.
     """
-    segments_bM = (inputs_bM > 0).astype(jnp.int32) if segments_bM is None else segments_bM
+    if segments_bM is None:
+        segments_bM = (inputs_bM > 0).astype(jnp.int32)
     if table_vD is None:
         table_vD = token_table(config)
     encoder = config.parts.encoder(config.family.encoder_config(config), name='encoder')
@@ -259,7 +260,7 @@ def encode(
 
 
 def token_table(config: T5Config) -> jax.Array:
-    """Read this device's rows of the token table, float32 [v, D]: once, as they may be gathered over 'fsdp'."""
+    """Read this device's rows of the token table, float32 [v, D]. Call it once: it may gather them over 'fsdp'."""
     shape = (partition.split(config.vocab_size, 'model'), config.emb_dim)
     with hk.name_scope('token_embedder'):
         return hk.get_parameter(
@@ -274,16 +275,16 @@ def start_decoding(
     is_beam_search: bool = False,
     batch: Mapping[str, jax.Array] | None = None,
 ) -> Cache:
-    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each, without room for tokens."""
+    """Encode `inputs`, int32 ids padded with 0; return a cache for `num_decodes` rows each, with no room for tokens."""
     encoded_bMD, segments_bM, _ = encode(config, inputs_bM, batch=batch)
-    of_inputs = config.parts.decoder(config, name='decoder').read_inputs(encoded_bMD)
+    inputs = config.parts.decoder(config, name='decoder').read_inputs(encoded_bMD)
     num_beams = num_decodes if is_beam_search else 1
     num_groups = len(inputs_bM) * num_decodes // num_beams
-    return empty_cache(of_inputs, (segments_bM > 0)[:, None, None], num_groups, num_beams)
+    return empty_cache(inputs, (segments_bM > 0)[:, None, None], num_groups, num_beams)
 
 
 def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Read a token of each row, int32, first BOS (0); return float32 logits_rv of the next token, and the cache."""
+    """Run the decoder on a token per row, int32, first BOS (0); return float32 logits_rv of the next, and the cache."""
     cache = add_writers(cache)
     num_groups, num_beams, room = cache.writers_gnM.shape
     table_vD = token_table(config)
@@ -303,10 +304,10 @@ def decode_step(config: T5Config, tokens_r: jax.Array, cache: Cache) -> tuple[ja
 
 
 class Mask(NamedTuple):
-    """The keys that each query sees, and the segments from which an attention without a dense mask finds them."""
+    """The keys that each query sees: as a dense mask, and as segments for an attention that builds none."""
 
     mask_b1TM: jax.Array  # bool
-    queries_bT: jax.Array | None = None  # segments; None for a mask that has others too
+    queries_bT: jax.Array | None = None  # segments; None if they do not determine the mask
     keys_bM: jax.Array | None = None
     causal: bool = False
 
@@ -315,7 +316,7 @@ class Mask(NamedTuple):
 
 
 def segment_mask(queries_bT, keys_bM, causal: bool = False) -> Mask:
-    """Return the mask of the keys in a query's segment, if `causal` up to its position. Segment 0 is padding.
+    """Return the mask of the keys in a query's segment, up to its position if `causal`. Segment 0 is padding.
 
     Segments are int32, or bool for rows with padding only at their ends.
     """
@@ -331,7 +332,7 @@ class Positions(NamedTuple):
     """The positions of queries and keys in self-attention, int32."""
 
     queries_T: jax.Array  # in decoding [1]: all beams are at one position
-    keys_M: jax.Array  # in decoding, those of all slots
+    keys_M: jax.Array  # in decoding, of all slots
 
 
 @dataclasses.dataclass
@@ -375,10 +376,10 @@ class Encoder(hk.Module):
 def apply_layers(
     c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
 ) -> tuple[jax.Array, Aux]:
-    """Return x_bTD after the layers `layer(index, x_bTD)`, with `c.remat` and `c.scan_layers`.
+    """Apply the layers, functions `layer(index, x_bTD)`, with `c.remat` and `c.scan_layers`; return x_bTD and aux.
 
     Aux is stacked over the layers that report it, [layers, b]. A layer gathers its own parameters: remat
-    gathers them again, a scan one period of layers at a time.
+    gathers them again, a scan gathers one period of layers at a time.
     """
     if c.scan_layers and not hk.running_init() and num_layers >= c.family.period(c):
         return scan_layers(c, num_layers, layer, x_bTD)
@@ -388,16 +389,16 @@ def apply_layers(
 def loop_over_layers(
     c: T5Config, indices: Iterable[int], layer: Callable, x_bTD: jax.Array, in_scan: bool = False
 ) -> tuple[jax.Array, Aux]:
-    """Return what `apply_layers` returns, for the layers of `indices`."""
+    """Apply the layers of `indices`, as `apply_layers` does, one by one."""
     aux: dict[str, list] = {}
     for index in indices:
-        of_index = functools.partial(layer, index)
+        run = functools.partial(layer, index)
         if c.remat != 'none':
-            of_index = hk.remat(of_index, policy=REMAT_POLICIES[c.remat], prevent_cse=not in_scan)
+            run = hk.remat(run, policy=REMAT_POLICIES[c.remat], prevent_cse=not in_scan)
         before_bTD = x_bTD
-        x_bTD, of_layer = of_index(x_bTD)
+        x_bTD, layer_aux = run(x_bTD)
         check_output(f'layers_{index}', x_bTD, before_bTD.shape, before_bTD.dtype)
-        for name, value_b in of_layer.items():
+        for name, value_b in layer_aux.items():
             aux.setdefault(name, []).append(value_b)
     return x_bTD, {name: jnp.stack(values) for name, values in aux.items()}
 
@@ -405,10 +406,10 @@ def loop_over_layers(
 def scan_layers(
     c: T5Config, num_layers: int, layer: Callable, x_bTD: jax.Array
 ) -> tuple[jax.Array, Aux]:
-    """Return what `apply_layers` returns, from one program for all periods of layers: it compiles faster.
+    """Apply the layers, as `apply_layers` does, with one program for all periods of layers: it compiles faster.
 
-    The program of the first period reads the slices of each period, and `index` counts within it. The layers after the
-    last whole period are read one by one. The key of dropout passes from layer to layer, as it does without a scan.
+    The modules of the first period read the slices of each period; `index` counts within a period. The layers after the
+    last full period are applied one by one. The dropout key passes from layer to layer, as it does without a scan.
     """
     period = c.family.period(c)
     num_scanned = num_layers - num_layers % period
@@ -430,8 +431,8 @@ def scan_layers(
 
     x_bTD, aux = hk.scan(apply_period, x_bTD, stacked)
     aux = {name: x.reshape(-1, x.shape[-1]) for name, x in aux.items()}
-    x_bTD, of_rest = loop_over_layers(c, range(num_scanned, num_layers), layer, x_bTD)
-    for name, values in of_rest.items():
+    x_bTD, last_aux = loop_over_layers(c, range(num_scanned, num_layers), layer, x_bTD)
+    for name, values in last_aux.items():
         aux[name] = jnp.concatenate([aux[name], values])
     return x_bTD, aux
 
@@ -473,7 +474,7 @@ class Decoder(hk.Module):
 
     @hk.name_like('__call__')
     def shared(self, segments_bT):
-        """Return the mask and the positions, shared by the self-attentions of all layers. Not of a step of decoding."""
+        """Return the mask and the positions, shared by the self-attentions of all layers; not called in decoding."""
         positions_T = jnp.arange(segments_bT.shape[1])
         mask = segment_mask(segments_bT, segments_bT, causal=True)
         return mask, Positions(positions_T, positions_T)
@@ -483,8 +484,7 @@ class Decoder(hk.Module):
     ):
         """Return float32 logits_bTv, the caches, and aux.
 
-        Decoding passes a LayerCache per layer, with the keys and values of the inputs: encoded_bMD is None, and
-        it gets no aux.
+        Decoding passes no encoded_bMD, but a LayerCache per layer with the inputs' keys and values. It gets no aux.
         """
         c = self.config
         x_bTD = dropout(x_bTD, c.dropout_rate, rows_b, mask_shape=(1, c.emb_dim))
@@ -512,7 +512,7 @@ class Decoder(hk.Module):
 
     @hk.name_like('__call__')
     def read_inputs(self, encoded_bMD):
-        """Return a KeysValues of the inputs for each layer, which decoding caches."""
+        """Return the KeysValues of the inputs for each layer; decoding caches them."""
         layers = range(self.config.num_decoder_layers)
         return [self.layer(index).read_inputs(encoded_bMD) for index in layers]
 
@@ -547,7 +547,7 @@ class DecoderLayer(hk.Module):
     def __call__(
         self, x_bTD, encoded_bMD, mask, inputs_mask, positions, relpos_1hTT, rows_b, cache
     ):
-        """Return x_bTD, the LayerCache and aux. Self-attention alone has a bias."""
+        """Return x_bTD, the LayerCache and aux. Only self-attention has a bias."""
         c = self.config
         if c.relpos_bias_per_layer:
             relpos_1hTT = c.parts.relpos_bias(c, bidirectional=False, name='relpos_bias')(positions)
@@ -590,10 +590,10 @@ class Attention(hk.Module):
     name: str
 
     def __call__(self, x_bTD, memory_bMD, mask, relpos_1hTM, rows_b, positions=None, cache=None):
-        """Return y_bTD, which x_bTD reads from memory_bMD, and the KeysValues that it read.
+        """Return y_bTD, the attention of x_bTD to memory_bMD, and the KeysValues attended to.
 
-        Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, the memory's keys
-        and values are written to it, and all of it is read; the memory may then be None.
+        Self-attention passes x_bTD as memory, and `positions`. With a cache, a KeysValues, the memory's keys and
+        values are written to it, and attention reads all of it; the memory may then be None.
         """
         c = self.config
         q_bThK = self.queries(x_bTD, positions)
@@ -605,7 +605,7 @@ class Attention(hk.Module):
                 cache = cache.write(new, positions.queries_T[0] * memory_bMD.shape[1])
         k_bhKM, v_bhKM = cache
         shape = q_bThK.shape
-        q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # the rows of an example are queries
+        q_bThK = q_bThK.reshape(len(k_bhKM), -1, *shape[2:])  # an example's rows become queries
         heads_bThK = self.attend(q_bThK, k_bhKM, v_bhKM, mask, relpos_1hTM, positions, rows_b)
         heads_bThK = heads_bThK.reshape(shape)
         initializer = c.parts.initializers.attention
@@ -628,7 +628,7 @@ class Attention(hk.Module):
         M the slots of the cache.
         """
         c = self.config
-        # T5X drops a key's weights for all queries at once: dropping its values is the same and takes less work.
+        # T5X drops a key's weights for all queries at once. Dropping its values has the same result and is less work.
         mask_shape = (c.num_heads, 1, v_bhKM.shape[-1])
         v_bhKM = dropout(v_bhKM, c.dropout_rate, rows_b, mask_shape, split_dim=1)
         has_own_logits = type(self).logits is not Attention.logits or c.float32_attention_logits
@@ -690,7 +690,7 @@ class Mlp(hk.Module):
     def __call__(self, x_bTD, rows_b, mask):
         """Return y_bTD and aux, {name: float32 [b]}, both the same on all devices of 'model'.
 
-        `mask` is that of self-attention, where padding sees nothing; None in decoding. T5 ignores it.
+        `mask`: self-attention's, where padding sees nothing; None in decoding. T5 ignores it.
         """
         c = self.config
         initializer = c.parts.initializers.mlp
@@ -721,11 +721,11 @@ class Mlp(hk.Module):
 
 def embed(c, tokens_bT, table_vD):
     """Return the embedded tokens, [b, T, D] in the dtype of the residual stream."""
-    own_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
-    is_own_bT1 = ((own_bT >= 0) & (own_bT < table_vD.shape[0]))[..., None]
+    index_bT = tokens_bT - lax.axis_index('model') * table_vD.shape[0]
+    is_here_bT1 = ((index_bT >= 0) & (index_bT < table_vD.shape[0]))[..., None]
     # Cast after the lookup, so the gradient of a row is summed in float32.
-    rows_bTD = jnp.take(table_vD, own_bT, axis=0, mode='clip').astype(c.dtype)
-    partial_bTD = jnp.where(is_own_bT1, rows_bTD, 0)
+    rows_bTD = jnp.take(table_vD, index_bT, axis=0, mode='clip').astype(c.dtype)
+    partial_bTD = jnp.where(is_here_bT1, rows_bTD, 0)
     return partition.psum(partial_bTD, 'model')  # one device has the row, the others add zero
 
 
@@ -802,7 +802,7 @@ def normalize(x_bTD: jax.Array, scale_D: jax.Array, dtype: str) -> jax.Array:
 
 @dataclasses.dataclass
 class Kernel(hk.Module):
-    """The product with a float32 matrix, cast to `dtype`. The caller sums over split rows."""
+    """A product with a float32 matrix, cast to `dtype`. The caller sums over split rows."""
 
     config: T5Config
     shape: tuple[int, int]
@@ -832,7 +832,7 @@ def dropout(
 ) -> jax.Array:
     """Return x with a fraction `rate` of it set to zero and the rest scaled up.
 
-    `mask_shape`: the mask of a row, 1 for a dimension that shares it. `split_dim`: the dimension of x
+    `mask_shape`: the shape of a row's mask, 1 for a dimension that shares it. `split_dim`: the dimension of x
     split over 'model'. Differs from T5X, which draws one mask for a batch: each row has its own key, and
     a device takes its slice of the row's mask, so dropout is the same on every mesh.
     """
@@ -849,21 +849,21 @@ def dropout(
 def check_output(part: str, y: jax.Array, shape, dtype, name: str = 'output') -> None:
     """Raise ValueError unless y has `shape`, does not promote `dtype`, and is equal on all devices of 'model'.
 
-    y: the output of the submodule `part` of the current module. JAX knows all of this while it traces.
+    y: the output of the submodule `part` of the current module. The checks run while JAX traces.
     """
     path = f'{hk.experimental.current_name()}/{part}'.removeprefix('~/')
-    of_y = jax.typeof(y)
-    if of_y.shape != shape or jnp.promote_types(of_y.dtype, dtype) != dtype:
+    aval = jax.typeof(y)
+    if aval.shape != shape or jnp.promote_types(aval.dtype, dtype) != dtype:
         expected = f'{jnp.dtype(dtype)}{[*shape]}'
-        raise ValueError(f'{path}: its {name} is {of_y.dtype}{[*of_y.shape]}, must be {expected}')
+        raise ValueError(f'{path}: its {name} is {aval.dtype}{[*aval.shape]}, must be {expected}')
     partition.check_summed(f'{path}: its {name}', y, ('model',))
 
 
-# The parts of a model; a user's file replaces some (formats/own_model.py).
+# The parts of a model; a user's file may replace some (formats/own_model.py).
 
 
 class Initializers(NamedTuple):
-    """Initial values of kernels and tables; those of adapters and norms are fixed."""
+    """Initializers of kernels and tables. Adapters and norms have fixed ones."""
 
     embedding: hk.initializers.Initializer = hk.initializers.RandomNormal(1.0)
     # Standard deviation 1 / sqrt(rows), in a truncated normal after truncation.
@@ -875,7 +875,7 @@ class Initializers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a model is made of. A class has the fields and methods of T5's; they compare by identity."""
+    """The parts of a model. A class has the fields and methods of T5's; parts compare by identity."""
 
     embedder: Callable = embed
     encoder: Callable = Encoder

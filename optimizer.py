@@ -1,6 +1,6 @@
 """Optimizers, and T5X's learning-rate schedules.
 
-They run outside `shard_map`, on global arrays: a mean is over the full parameter. Source: T5X t5x/adafactor.py, utils.py;
+They run outside `shard_map`, on global arrays: means are over full parameters. Source: T5X t5x/adafactor.py, utils.py;
 Shazeer & Stern 2018 (Adafactor); Loshchilov & Hutter 2019 (AdamW); Jordan 2024 (Muon); Polyak & Juditsky 1992 (averages).
 """
 
@@ -24,7 +24,7 @@ from messages import Refused
 def make_optimizer(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransformation:
     """Return the optimizer `optimizer.name`, after a clip of the global norm and before a moving average, if set.
 
-    Its `update` takes the training step, `step`, beside gradients, state and parameters.
+    Its `update` also takes the training step, `step`.
     """
     if optimizer.name not in OPTIMIZERS:
         raise Refused(f'optimizer.name={optimizer.name!r}: must be one of {", ".join(OPTIMIZERS)}')
@@ -37,7 +37,7 @@ def make_optimizer(optimizer: ConfigDict, schedule: Callable) -> optax.GradientT
 
 
 class Moments(NamedTuple):
-    """Adafactor's moving averages of one parameter, float32; None for those that it does not keep."""
+    """Adafactor's moving averages for one parameter, float32; None for unused ones."""
 
     v_row: jax.Array | None = None  # squared gradients, their mean over the largest dimension
     v_col: jax.Array | None = None  # the same over the second largest dimension
@@ -46,10 +46,10 @@ class Moments(NamedTuple):
 
 
 def adafactor(optimizer: ConfigDict, schedule: Callable) -> optax.GradientTransformation:
-    """Return Adafactor as T5X has it, whose state is {path: Moments}. A hyper-parameter of 0 turns its part off.
+    """Return T5X's Adafactor; its state is {path: Moments}. A hyper-parameter of 0 turns its part off.
 
     Each parameter is updated separately, so JAX traces one update per shape; kernels of experts, [experts, rows,
-    columns], matrix by matrix. T5X multiplies the gradients of these by the number of experts (t5x/contrib/moe).
+    columns], matrix by matrix, after their gradients are multiplied by the number of experts (T5X t5x/contrib/moe).
     """
     update_one = jax.jit(partial(update_parameter, optimizer))
 
@@ -107,8 +107,8 @@ def update_parameter(optimizer, decay, rate, grad, moments, param):
         second, largest = map(int, np.argsort(grad.shape)[-2:])  # dimensions
         v_row = decay * v_row + (1.0 - decay) * kernels.mean(square, largest)
         v_col = decay * v_col + (1.0 - decay) * kernels.mean(square, second)
-        kept = second - (largest < second)  # the second dimension of v_row
-        row = (v_row / v_row.mean(kept, keepdims=True)) ** -0.5
+        dim = second - (largest < second)  # `second`, as a dimension of v_row
+        row = (v_row / v_row.mean(dim, keepdims=True)) ** -0.5
         update = grad * jnp.expand_dims(row, largest) * jnp.expand_dims(v_col**-0.5, second)
     if optimizer.clipping_threshold:
         rms = norm(update) / math.sqrt(update.size)
@@ -125,7 +125,7 @@ def update_parameter(optimizer, decay, rate, grad, moments, param):
 
 
 def adamw(optimizer: ConfigDict, schedule: Callable, inner=None) -> optax.GradientTransformation:
-    """Return AdamW. `inner`, if set, replaces Adam: `muon`, a function of Adam."""
+    """Return AdamW. `inner`, if set, wraps its Adam: `muon`."""
     settings = optimizer.adamw
 
     def is_decayed(params):
@@ -139,25 +139,25 @@ def adamw(optimizer: ConfigDict, schedule: Callable, inner=None) -> optax.Gradie
     chain = [inner(adam) if inner else adam]
     if settings.multiply_by_parameter_scale:
         chain.append(optax.scale_by_param_block_rms(min_scale=1e-3))
-    decayed = None if settings.decay_norms else is_decayed
-    chain.append(optax.add_decayed_weights(settings.weight_decay, decayed))
+    mask = None if settings.decay_norms else is_decayed
+    chain.append(optax.add_decayed_weights(settings.weight_decay, mask))
     chain.append(optax.GradientTransformationExtraArgs(optax.init_empty_state, descend))
     return optax.chain(*chain)
 
 
 def muon(adam: optax.GradientTransformation, momentum=0.95) -> optax.GradientTransformation:
-    """Return Muon's directions for kernels of layers, as large as Adam's (Liu et al. 2025), and Adam's for the rest."""
+    """Return Muon's directions for kernels of layers, scaled like Adam's (Liu et al. 2025); Adam's for the others."""
 
     def init(params):
         state = adam.init(params)
         return state._replace(nu=split_kernels(state.nu)[1])
 
     def update(grads, state, params=None):
-        matrices, rest = split_kernels(grads)
-        mu, mu_of_rest = split_kernels(state.mu)
-        directions, state = adam.update(rest, state._replace(mu=mu_of_rest))
+        matrices, others = split_kernels(grads)
+        mu, mu_of_others = split_kernels(state.mu)
+        directions, state = adam.update(others, state._replace(mu=mu_of_others))
         mu = optax.tree_utils.tree_update_moment(matrices, mu, momentum, 1)
-        # Nesterov's step ahead. Both terms have the same bias, which makes no difference.
+        # Nesterov's look-ahead. Both terms have the same bias, which makes no difference.
         weight = momentum * (1 - momentum**state.count) / (1 - momentum ** (state.count + 1))
         ahead = jax.tree.map(lambda m, grad: weight * m + (1 - momentum) * grad, mu, matrices)
         return directions | orthogonalized(ahead), state._replace(mu=state.mu | mu)
@@ -166,17 +166,17 @@ def muon(adam: optax.GradientTransformation, momentum=0.95) -> optax.GradientTra
 
 
 def split_kernels(params: Mapping[str, jax.Array]) -> tuple[dict, dict]:
-    """Return the kernels of layers, and the rest."""
+    """Return the kernels of layers, and the other parameters."""
     is_kernel = re.compile(r'(en|de)coder/layers_\d+/.+/kernel').fullmatch
     matrices = {path: x for path, x in params.items() if is_kernel(path)}
-    rest = {path: x for path, x in params.items() if path not in matrices}
-    return matrices, rest
+    others = {path: x for path, x in params.items() if path not in matrices}
+    return matrices, others
 
 
 def orthogonalized(matrices: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Return matrices, [..., rows, columns], after five Newton-Schulz iterations (Jordan et al. 2024).
 
-    Singular values become about 0.2 sqrt(longer side). Matrices of one shape are stacked: more layers compile as fast.
+    Singular values become about 0.2 sqrt(longer side). Matrices of one shape are stacked: deep models compile as fast.
     """
     stacks: dict[tuple, dict[str, jax.Array]] = {}
     for path, x in matrices.items():
@@ -221,7 +221,7 @@ class ParameterAverage(NamedTuple):
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
-    """Return a transformation that keeps the updates and averages the new parameters; it comes last in a chain.
+    """Return a transformation that averages the new parameters and leaves the updates alone; it ends a chain.
 
     average = decay * average + (1 - decay) * parameter, starting at the initial parameters and therefore
     without bias correction, as in TensorFlow's tf.train.ExponentialMovingAverage and timm's ModelEma.
@@ -239,12 +239,12 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged(params: Mapping[str, jax.Array], opt_state: optax.OptState) -> Mapping[str, jax.Array]:
-    """Return the parameters, or their moving averages if the optimizer of `make_optimizer` keeps some."""
+    """Return the parameters, or their moving averages where the optimizer has them."""
     return {**params, **optax.tree_utils.tree_get(opt_state, 'ema_params', default={})}
 
 
 def make_schedule(learning_rate: ConfigDict) -> Callable:
-    """Return T5X's product of factors, at least min_learning_rate: (step before its increment) -> rate, float32."""
+    """Return (step before its increment) -> float32 rate: T5X's product of factors, at least min_learning_rate."""
     base = learning_rate.base_learning_rate
     warmup = float(learning_rate.warmup_steps)
     decay = learning_rate.decay_factor
@@ -276,9 +276,9 @@ def make_schedule(learning_rate: ConfigDict) -> Callable:
 def trained_paths(pattern: str, paths: Collection[str]) -> tuple[str, ...]:
     """Return the parameters that `pattern`, optimizer.trainable, matches in full."""
     try:
-        trained = tuple(path for path in paths if re.fullmatch(pattern, path))
+        matches = tuple(path for path in paths if re.fullmatch(pattern, path))
     except (re.error, OverflowError) as error:
-        raise Refused(f'optimizer.trainable={pattern!r}: no regular expression: {error}') from error
-    if not trained:
-        raise Refused(f'optimizer.trainable={pattern!r} must match a full path, as {min(paths)!r}')
-    return trained
+        raise Refused(f'optimizer.trainable={pattern!r}: not a valid regex: {error}') from error
+    if not matches:
+        raise Refused(f'optimizer.trainable={pattern!r} must match a full path like {min(paths)!r}')
+    return matches

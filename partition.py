@@ -2,7 +2,7 @@
 
 The rows of a batch are split over BATCH_AXES; heads, MLP width and vocabulary over 'model'; parameters
 over 'model' and 'fsdp', and gathered over 'fsdp' when they are used. Inside `jax.shard_map` every array
-is one device's part, and a collective stands beside the math that it completes. `lax.pmax`, `lax.axis_index` and
+is one device's part, and a collective follows the math that it completes. `lax.pmax`, `lax.axis_index` and
 `lax.psum` of a count are JAX's; each helper here removes a trap.
 """
 
@@ -40,18 +40,18 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list | Non
     settings = f'mesh.data={data}, mesh.fsdp={fsdp}, mesh.model={model}'
     if min(sizes) < -1 or 0 in sizes or sizes.count(-1) > 1:
         raise Refused(f'{settings}: each must be a positive count, and at most one may be -1')
-    num_wanted = abs(math.prod(sizes))
-    if num_wanted > len(devices) or (-1 in sizes and len(devices) % num_wanted):
-        remedy = f'on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={num_wanted}'
+    count = abs(math.prod(sizes))
+    if count > len(devices) or (-1 in sizes and len(devices) % count):
+        remedy = f'on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={count}'
         raise Refused(f'{settings} does not fit {len(devices)} devices: {remedy}')
-    sizes = [len(devices) // num_wanted if size == -1 else size for size in sizes]
+    sizes = [len(devices) // count if size == -1 else size for size in sizes]
     devices = devices[: math.prod(sizes)]
     slices = len({getattr(x, 'slice_index', 0) for x in devices if x.platform == 'tpu'}) or 1
     if sizes[0] % slices:
         raise Refused(f'{settings}: mesh.data must be a multiple of {slices}, the TPU slices')
     parts = (sizes[0] // slices, *sizes[1:])
     try:
-        if slices > 1:  # only 'data' crosses the slow links between them
+        if slices > 1:  # only 'data' crosses the slow links between slices
             grid = mesh_utils.create_hybrid_device_mesh(
                 parts, (slices, 1, 1), devices, allow_split_physical_axes=True
             )
@@ -68,7 +68,7 @@ def axes_size(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def check_divides(name: str, n: int, axes: tuple[str, ...], mesh: Mesh) -> None:
-    """Refuse an `n`, the value of `name`, that does not divide by the size of the mesh axes."""
+    """Raise Refused unless `n`, the value of `name`, is divisible by the size of the mesh axes."""
     count = axes_size(mesh, axes)
     if n % count:
         over = ' * '.join(f'mesh.{axis}' for axis in axes if mesh.shape[axis] > 1)
@@ -96,7 +96,7 @@ def check_summed(name: str, x: jax.Array, axes: Iterable[str]) -> None:
 
 
 def psum(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
-    """Return lax.psum(x, axes). Raises ValueError if x is equal on an axis: JAX would multiply it by the axis's size."""
+    """Return lax.psum(x, axes). Raises ValueError if x is equal along an axis: JAX would multiply x by its size."""
     for axis in (axes,) if isinstance(axes, str) else axes:
         if axis not in varying(x):
             raise ValueError(f'psum over {axis!r}: its devices have equal values: remove this sum')
@@ -111,7 +111,7 @@ def own_slice(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def all_gather(x: jax.Array, axis: str, dim: int, dtype: str, gradient_dtype: str) -> jax.Array:
-    """Unsplit a parameter along `dim`, as `dtype`, sent in the narrower of both; sum gradients in `gradient_dtype`."""
+    """Gather a parameter along `dim` as `dtype`, sent in the narrower dtype; sum its gradients in `gradient_dtype`."""
     if x.dtype.itemsize > jnp.dtype(dtype).itemsize:
         x = x.astype(dtype)
     return lax.all_gather(x, axis, axis=dim, tiled=True).astype(dtype)
@@ -162,14 +162,14 @@ def shardings(mesh: Mesh, specs):
 
 
 def split_stack(x: jax.Array) -> jax.Array:
-    """Split a stack of global arrays over 'fsdp', not each array: Muon sends 0.4 of their bytes, not 13 times."""
+    """Split a stack of global arrays over 'fsdp', not each array: Muon sends 0.4 times their bytes, down from 13."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return lax.with_sharding_constraint(x, P('fsdp', *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
 def place_rows(mesh: Mesh, batch: Mapping[str, NDArray]) -> dict[str, jax.Array]:
-    """Return global arrays, split over BATCH_AXES, made of each process's own rows."""
+    """Return global arrays, split over BATCH_AXES, from each process's own rows."""
     return jax.make_array_from_process_local_data(NamedSharding(mesh, BATCH), dict(batch))
 
 
@@ -179,9 +179,9 @@ def cut_rows(tree: Tree, num_parts: int) -> Tree:
 
 
 def per_device(params: Tree, specs: Mapping[str, P]) -> Tree:
-    """Mark parameters that devices of a batch axis share as each device's own, before `jax.grad`.
+    """Mark parameters that are equal along a batch axis as varying, before `jax.grad`.
 
-    Gradients then stay the device's own, and `sum_gradients` is one visible line. Without the mark, JAX hides a sum in
+    Gradients then stay on their devices, and `sum_gradients` is one visible line. Without the mark, JAX hides a sum in
     the transpose of every use.
     """
 

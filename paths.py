@@ -65,7 +65,7 @@ def disk_path(name: str | os.PathLike) -> Path:
     if expanded.startswith('~'):
         raise Refused(f'{text}: no user of that name: write ./{text} for a file with ~')
     path = Path(expanded).absolute()
-    if '..' in path.parts:  # a link in front of it is followed first, as the system does
+    if '..' in path.parts:  # the system follows links before it first
         path = Path(os.path.realpath(path))
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -98,7 +98,7 @@ def open_file(
 ) -> io.BufferedReader:
     """Open a file for reading: an absolute path on a disk or a URL of a bucket.
 
-    A read from a bucket fetches `read_ahead` bytes more than asked, and reading forward fetches each byte once.
+    A read from a bucket fetches `read_ahead` bytes more than requested, and reading forward fetches each byte once.
     `num_bytes`, if the size is known, saves a request. Raises ReadError. Refuses a pointer of git-lfs.
     """
     if hub.is_name(name):
@@ -160,7 +160,7 @@ def json_object(content: bytes, title: str, remedy: str = RESTORE_LINE) -> dict:
     """Return a JSON object. Refuses other content, naming `title`."""
     try:
         return {**json.loads(content)}
-    except (ValueError, TypeError, RecursionError) as error:  # TypeError: of another kind
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: not an object
         raise Refused(f'{title} is damaged ({error}): {remedy}') from None
 
 
@@ -173,13 +173,13 @@ def reason(error: BaseException) -> str:
     return f'{error.filename}: {error.strerror}'
 
 
-# Writing: all of the new or all of the old is left.
+# Writing, all or nothing.
 
 
 def check_new(folder: AnyPath) -> None:
     """Refuse a `folder` with a file or a broken link in its way."""
     for path in (folder, *folder.parents):
-        if os.path.lexists(str(path)) and not path.is_dir():  # a URL is on no disk
+        if os.path.lexists(str(path)) and not path.is_dir():  # False for a URL
             raise Refused(f'{folder}: {path} is a file, not a folder: name another one')
 
 
@@ -205,11 +205,11 @@ def naming(path: AnyPath, unfinished: Path | None = None) -> Iterator[None]:
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
     """Yield a new folder on the disk of `folder`; the caller fills and renames it, or it is removed."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][-1]
-    prefix = f'{missing.name[:50]}.tmp-'
+    top = [path for path in (folder, *folder.parents) if not path.exists()][-1]
+    prefix = f'{top.name[:50]}.tmp-'
     with (
-        naming(folder, missing.parent / prefix),
-        tempfile.TemporaryDirectory(dir=missing.parent, prefix=prefix) as private,
+        naming(folder, top.parent / prefix),
+        tempfile.TemporaryDirectory(dir=top.parent, prefix=prefix) as private,
     ):
         new = Path(private, 'new')  # with the user's permissions, unlike `private`
         new.mkdir()
@@ -219,16 +219,16 @@ def unfinished(folder: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def replacing(file: Path, writer: str = '') -> Iterator[IO[bytes]]:
     """Yield a file that replaces `file` at the end. Processes that write the same file have different `writer`s."""
-    unfinished = file.with_name(f'.{file.name}.unfinished{writer}')
-    with naming(file, unfinished):
+    temporary = file.with_name(f'.{file.name}.unfinished{writer}')
+    with naming(file, temporary):
         try:
-            with unfinished.open('wb') as stream:
+            with temporary.open('wb') as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-            unfinished.replace(file)
+            temporary.replace(file)
         except BaseException:
-            unfinished.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
 

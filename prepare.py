@@ -1,4 +1,4 @@
-"""How a run is prepared, from a config to a run that is ready for its next step. loop.py takes the steps."""
+"""Prepare a run: turn a config into a run that is ready for its next step. loop.py takes the steps."""
 
 import contextlib
 import dataclasses
@@ -62,7 +62,7 @@ def make_spec(
     )
     spec.model_config.family.check_mesh(spec.model_config, spec.mesh)
     partition.check_divides('train.batch_size', spec.batch_size, partition.BATCH_AXES, spec.mesh)
-    # Some properties are parsed when first used: do it now.
+    # Some properties are parsed on first use: use them now.
     if spec.normalizing_factor == 'AVERAGE_PER_SEQUENCE' and config.data.weight:
         raise Refused(
             'data.weight has no effect with loss.loss_normalizing_factor=AVERAGE_PER_SEQUENCE'
@@ -110,13 +110,13 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
     with terminal.working('Reading the text'):
         text = open_text(config)
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(workdir.lock_folder(folder))
+        lock = stack.enter_context(workdir.lock_folder(folder))
         checks.check_shared(folder)
         lines = best.read_metrics(folder)
-        needed = wanted(spec)
+        needs = wanted(spec)
         with terminal.working('Verifying the newest checkpoint'):
             begin = start.find_start(
-                folder, needed, config.restore, config.data, lines, terminal.line
+                folder, needs, config.restore, config.data, lines, terminal.line
             )
         config = config.copy_and_resolve_references()
         config.train.steps = start.last_step(begin, config.train)
@@ -125,10 +125,18 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         clock.add({'lost after stops': logged_seconds(old_lines) - logged_seconds(lines)})
         end = start.end_of(begin, config.train, best.history(config.save, lines))
         # Removes unfinished saves, which may fill the disk.
-        saver = checkpoint.Saver(folder, config.save.dtype, prune=lambda: kept.prune())
+        saver = checkpoint.Saver(folder, config.save.dtype, prune=lambda: run_folder.prune())
         with terminal.working('Preparing the vocabulary'):
-            vocabulary = open_vocabulary(config, spec, text, begin, folder)
-        resolved = resolve_settings(config, spec, text.training, vocabulary, begin, needed.shapes)
+            vocabulary = find_or_train_vocabulary(
+                config.data,
+                folder,
+                training_texts(text.training),
+                config.model.vocab_size,
+                begin.vocabulary_model,
+            )
+        # The model's family may have other special ids.
+        vocabulary.ends = spec.model_config.family.ends(spec.model_config, vocabulary.ends)
+        content = resolve_settings(config, spec, text.training, vocabulary, begin, needs.shapes)
         with terminal.working('Opening the text'):
             training, held_out = open_streams(config, spec, vocabulary, text)
         introduce(
@@ -141,15 +149,15 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             task_metrics.check_best_metric(
                 config.save.best_metric, held_out, answered, spec.loss_config
             )
-        planned, state = compile_and_restore(config, spec, begin, folder, end, terminal, clock)
+        plan, state = compile_and_restore(config, spec, begin, folder, end, terminal, clock)
         progress = workdir.read_progress(begin.directory, training)
         clock.add(progress.seconds)
         if state.recent is not None:
             state = state._replace(recent=recent_steps(progress.recent, state.recent))
-        resolved['train']['num_microbatches'] = planned.num_microbatches
-        files = write_files(folder, resolved, spec, vocabulary)
+        content['train']['num_microbatches'] = plan.num_microbatches
+        files = write_files(folder, content, spec, vocabulary)
         metrics = workdir.Metrics(folder, lines, text.training.corpus, config.save)
-        kept = workdir.Workdir(folder, held, metrics, saver, files)
+        run_folder = workdir.Workdir(folder, lock, metrics, saver, files)
         losses = validation.open_evaluations(
             config.eval,
             spec.loss_config,
@@ -157,7 +165,7 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
             spec.mesh,
             training,
             held_out,
-            planned.num_microbatches,
+            plan.num_microbatches,
             gather=gather,
             report=terminal.validation_losses,
         )
@@ -167,12 +175,12 @@ def prepare(config: ConfigDict, folder: str | os.PathLike) -> loop.Run:
         train=config.train,
         log_every_steps=config.log.every_steps,
         save_every_steps=config.save.every_steps,
-        workdir=kept,
+        workdir=run_folder,
         console=terminal,
         stream=training,
         evaluations=[*losses, *answers],
         spec=spec,
-        train_step=planned.step,
+        train_step=plan.step,
         skips=Skips(config.train, folder, begin.step, progress.num_not_finite),
         step=begin.step,
         state=state,
@@ -201,22 +209,6 @@ def open_text(config: ConfigDict) -> Text:
     return Text(mixture, held_out, answered)
 
 
-def open_vocabulary(
-    config: ConfigDict,
-    spec: train.StepSpec,
-    text: Text,
-    begin: start.Start,
-    folder: paths.AnyPath,
-) -> Vocabulary:
-    """Return the vocabulary of a run, found or trained, with the ends that the model's family wants."""
-    texts = training_texts(text.training)
-    vocabulary = find_or_train_vocabulary(
-        config.data, folder, texts, config.model.vocab_size, begin.vocabulary_model
-    )
-    vocabulary.ends = spec.model_config.family.ends(spec.model_config, vocabulary.ends)
-    return vocabulary
-
-
 def resolve_settings(
     config: ConfigDict,
     spec: train.StepSpec,
@@ -227,34 +219,34 @@ def resolve_settings(
 ) -> dict:
     """Return the content of config.json: the settings, and the values that they stand for.
 
-    Raises Refused if they, or the `shapes` of the state, are not those of the run that is resumed.
+    Raises Refused if these, or the `shapes` of the state, differ from the resumed run's.
     """
     files = [*spec.model_config.family.files, spec.loss_config.content]
     text = digest([mixture.fingerprint, vocabulary.hash, *files])
     check_alike('the text, the vocabulary or a file of model or loss', text.encode())
-    resolved = json.loads(config.to_json())
-    resolved['model']['module'] = spec.model_config.module
-    resolved['model']['options'] = own_model.as_dict(spec.model_config.options)
-    resolved['loss'] |= own_loss.resolved(spec.loss_config)
-    resolved['corpus'] = mixture.corpus
-    resolved['data_fingerprint'] = mixture.fingerprint
-    resolved['vocabulary_hash'] = vocabulary.hash
+    content = json.loads(config.to_json())
+    content['model']['module'] = spec.model_config.module
+    content['model']['options'] = own_model.as_dict(spec.model_config.options)
+    content['loss'] |= own_loss.resolved(spec.loss_config)
+    content['corpus'] = mixture.corpus
+    content['data_fingerprint'] = mixture.fingerprint
+    content['vocabulary_hash'] = vocabulary.hash
     if begin.base:
-        resolved['base'] = begin.base
+        content['base'] = begin.base
     if begin.directory is not None:
         otherwise = 'name another --workdir'
         own_model.check_same(begin.directory, spec.model_config, otherwise)
         own_loss.check_same(begin.directory, spec.loss_config)
         options = own_loss.default_options(spec.model_config, spec.loss_config)
-        checks.compare_settings(begin.directory, resolved, options, mixture)
+        checks.compare_settings(begin.directory, content, options, mixture)
         formats.open.compare(shapes, checkpoint.shapes(begin.leaves))
-    return resolved
+    return content
 
 
 def open_streams(
     config: ConfigDict, spec: train.StepSpec, vocabulary: Vocabulary, text: Text
 ) -> tuple[Stream, Stream]:
-    """Return the batches for training and those for validation, with this process's rows."""
+    """Return the streams for training and for validation, with this process's rows."""
     sharding = NamedSharding(spec.mesh, partition.BATCH)
     parts = sharding.addressable_devices_indices_map((spec.batch_size,)).values()
     rows = np.concatenate([np.arange(spec.batch_size)[part] for part in parts])
@@ -284,14 +276,14 @@ def compile_and_restore(
     terminal: console.Console,
     clock: Clock,
 ) -> tuple[memory.Plan, train.TrainState[jax.Array]]:
-    """Return the compiled step, none for a finished run, and the state before it."""
-    planned = memory.Plan(step=None, num_microbatches=1, note='')
+    """Return the compiled step (None for a finished run) and the state before it."""
+    plan = memory.Plan(step=None, num_microbatches=1, note='')
     if end is None:
         offset = config.optimizer.step_offset
-        if offset > begin.step:  # T5X's formula has no value there
+        if offset > begin.step:  # T5X's formula is undefined there
             raise Refused(f'optimizer.step_offset={offset}: use {begin.step}, the first step')
-        saved = train.saved_tree(spec, spec.state_shapes)
-        checks.check_saving(folder, memory.num_state_bytes(saved))
+        tree = train.saved_tree(spec, spec.state_shapes)
+        checks.check_saving(folder, memory.num_state_bytes(tree))
         terminal.line(
             f'{begin.description}; compiling, then a line every {config.log.every_steps} steps.'
         )
@@ -300,23 +292,23 @@ def compile_and_restore(
         with clock.doing('compiling'), working, futures.ThreadPoolExecutor(1) as thread:
             if not begin.leaves:  # in parallel: both take about as long
                 initialize = thread.submit(train.compile_init, spec)
-            planned = fit_step(config, spec)
-        if planned.note:
-            terminal.line(planned.note)
+            plan = fit_step(config, spec)
+        if plan.note:
+            terminal.line(plan.note)
         terminal.line(f'Compiled in {clock.totals["compiling"]:.1f} s.')
     with terminal.working('Restoring' if begin.leaves else 'Initializing'):
         if not begin.leaves:
-            return planned, initialize.result()()
+            return plan, initialize.result()()
         dtype = '' if begin.is_resumed else config.restore.dtype
-        return planned, restore(spec, begin.leaves, dtype)
+        return plan, restore(spec, begin.leaves, dtype)
 
 
 def write_files(
-    folder: paths.AnyPath, resolved: Mapping, spec: train.StepSpec, vocabulary: Vocabulary
+    folder: paths.AnyPath, config_json: Mapping, spec: train.StepSpec, vocabulary: Vocabulary
 ) -> dict[str, bytes]:
-    """Write the files of a run; return those that each checkpoint keeps."""
+    """Write the files of a run; return the files that each checkpoint gets."""
     # config.json comes first: it marks the folder as a run.
-    files = {'config.json': json.dumps(resolved, indent=1).encode(), **kept_files(vocabulary)}
+    files = {'config.json': json.dumps(config_json, indent=1).encode(), **kept_files(vocabulary)}
     files |= own_model.files_of(spec.model_config) | own_loss.files_of(spec.loss_config)
     if jax.process_index() == 0:
         shapes = state_names.to_t5x(*spec.state_shapes)
@@ -327,7 +319,7 @@ def write_files(
 
 
 def wanted(spec: train.StepSpec) -> start.Wanted:
-    """Return the contents that a checkpoint needs for a run to start from it."""
+    """Return the requirements for a checkpoint from which the run can start."""
     shapes = checkpoint.shapes(state_names.to_t5x(*spec.state_shapes))
     factor = spec.loss_config.loss_normalizing_factor
     return start.Wanted(spec.model_config, shapes, spec.trained, factor, spec.seed)
@@ -336,7 +328,7 @@ def wanted(spec: train.StepSpec) -> start.Wanted:
 def restore(
     spec: train.StepSpec, leaves: Mapping[str, checkpoint.Leaf], dtype: str = ''
 ) -> train.TrainState[jax.Array]:
-    """Return the state in `leaves` of a checkpoint's index, with initial values for the rest."""
+    """Return the state in `leaves` of a checkpoint's index, with initial values for other arrays."""
     shardings = {}
     for path, array_spec in state_names.to_t5x(*spec.state_specs).items():
         if not isinstance(array_spec, P):
@@ -351,17 +343,17 @@ def restore(
     arrays |= checkpoint.restore(others, split, dtype)
     averages = t5x.average_paths(shardings)
 
-    # Compute the missing initial arrays; XLA computes no others.
-    missing = dict(shardings)
+    # Compute the initial arrays that are missing; XLA computes no others.
+    new_shardings = dict(shardings)
     for path in (*arrays, *averages):
-        missing.pop(path, None)
+        new_shardings.pop(path, None)
 
     def initial_arrays():
         tree = state_names.to_t5x(*train.init(spec))
-        return {path: tree[path] for path in missing}
+        return {path: tree[path] for path in new_shardings}
 
-    if missing:
-        arrays |= jax.jit(initial_arrays, out_shardings=missing)()
+    if new_shardings:
+        arrays |= jax.jit(initial_arrays, out_shardings=new_shardings)()
     for average, parameter in averages.items():
         if average not in arrays:
             arrays[average] = arrays[parameter].copy()

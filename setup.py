@@ -28,11 +28,11 @@ setup(
         'protobuf>=7.36.1',  # older ones do not import the protobuf module of sentencepiece 0.2.3
         'pyarrow>=16',
         'rapidfuzz>=3.9',  # edit distances
-        'regex>=2022.1.18',  # properties of scripts; sacrebleu needs it, too
+        'regex>=2022.1.18',  # properties of scripts; sacrebleu also needs it
         'sacrebleu>=2.2.1',  # 2.0 refuses an empty reference
         'safetensors>=0.4.3',
         'scikit-learn>=1.6',  # F1, correlations and areas, as T5 has them; 1.5 refuses a class alone
-        'scipy>=1.11',  # ranks; JAX and scikit-learn need it, too
+        'scipy>=1.11',  # ranks; JAX and scikit-learn also need it
         'sentencepiece>=0.2.3',  # the first that returns numpy arrays
         'tensorboard>=2.18',
         'tensorflow-datasets>=4.9.10',  # older ones do not open a data set with protobuf 7

@@ -1,6 +1,6 @@
 """T5X's names for a training state: `to_t5x` and `from_t5x`, and how the optimizer's state is split.
 
-Any optax optimizer has them. Source: T5X t5x/train_state.py, t5x/adafactor.py, t5x/utils.py.
+They cover every optax optimizer. Source: T5X t5x/train_state.py, t5x/adafactor.py, t5x/utils.py.
 """
 
 import collections
@@ -54,8 +54,8 @@ def from_t5x(
 def state_paths(opt_state: optax.OptState, params: Collection[str]) -> list[str]:
     """Return the path in T5X's tree of each leaf of the state of an optax optimizer.
 
-    An array of a parameter is 'state/param_states/PARAM/SLOT', by the last field or label on the way to it; other leaves
-    are 'state/optimizer/NAME', by all of them. A path that occurs again ends in '_1', and so on.
+    An array of a parameter is 'state/param_states/PARAM/SLOT', with the last field or label on the way to it as SLOT;
+    other leaves are 'state/optimizer/NAME', with all fields as NAME. A repeated path ends in '_1', and so on.
     """
     occurrences: collections.Counter[str] = collections.Counter()
     paths = []
@@ -94,9 +94,9 @@ def state_specs(
         if x.shape == shape:
             return specs[owner]
         if slot in FACTORED_SLOTS and len(shape) >= 2:
-            kept = -1 - np.argsort(shape[-2:])[FACTORED_SLOTS[slot]]
-            if x.shape == (*shape[:-2], shape[kept]):
-                return P(*specs[owner][:-2], specs[owner][kept])
+            dim = -1 - np.argsort(shape[-2:])[FACTORED_SLOTS[slot]]
+            if x.shape == (*shape[:-2], shape[dim]):
+                return P(*specs[owner][:-2], specs[owner][dim])
         return P()
 
     leaves, structure = jax.tree.flatten(opt_state)

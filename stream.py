@@ -1,10 +1,10 @@
-"""Which example comes next: a stream of batches of one task or of a mixture, which resumes.
+"""The order of examples: a resumable stream of batches from a task or a mixture.
 
     records -> texts -> ids -> an objective -> examples -> drawn by rate -> packed rows -> batch
 
-The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part of
-every epoch of every task, so a process parses and tokenizes for its own rows alone. All randomness is
-a function of the seed and of a position in the data, so a position is enough to resume. Imports no jax.
+The host does all of this with numpy. Row r of every batch is lane r. Each lane reads its own part of every
+epoch of every task, so a process parses and tokenizes only for its own rows. All randomness is a function
+of the seed and of a position in the data, so a position is enough to resume. Imports no jax.
 """
 
 import collections
@@ -33,7 +33,7 @@ MIN_ROWS_PER_WINDOW = 8  # the minimum, once ROWS_IN_ALL_WINDOWS is reached
 ROWS_IN_ALL_WINDOWS = 1 << 16
 EXAMPLES_PER_WINDOW = 512
 
-DRAWS_PER_BLOCK = 1024  # tasks that a lane draws at once
+DRAWS_PER_BLOCK = 1024  # tasks drawn at once in a lane
 
 
 class StreamedTask(Protocol):
@@ -104,7 +104,7 @@ class OpenMixture:
         return [file for task in self.tasks for file in task.source.files]
 
     def faults(self) -> tuple[list[str], int]:
-        """Return the lines left out since the last call, and the number of all."""
+        """Return the lines left out since the last call, and their total number."""
         descriptions = []
         total = 0
         for task in self.tasks:
@@ -118,8 +118,8 @@ class OpenMixture:
 class Stream:
     """Iterator of batches: [rows, length] under T5X's names, for `rows` of the global batch.
 
-    After `num_epochs` of a task a row is padding. When all rows are, the stream ends. In a mixture a task starts its
-    next epoch without end. Raises Refused for settings that do not fit, and for a split without a document.
+    After `num_epochs` of a task, a row is padding; when all rows are, the stream ends. A mixture repeats its tasks
+    forever. Raises Refused for settings that do not fit, and for a split without a document.
     """
 
     mixture: OpenMixture
@@ -130,7 +130,7 @@ class Stream:
     seed: int
     rows: range = range(0)  # empty: all
     num_epochs: int | None = None
-    numbers: tuple[str, ...] = ()  # names, from own objectives
+    numbers: tuple[str, ...] = ()  # names, from users' objectives
     shares_rows: bool = False
 
     def __post_init__(self):
@@ -146,23 +146,23 @@ class Stream:
         self.pack_examples = data.PACKINGS[self.data_group.pack]
         share = ROWS_IN_ALL_WINDOWS // self.batch_size
         self.rows_per_window = min(max(share, MIN_ROWS_PER_WINDOW), ROWS_PER_WINDOW)
-        # Every task needs text for training, one task of a mixture for validation.
-        with_text = []
+        # Training needs text in every task, validation in one.
+        tasks_with_text = []
         for task in self.tasks:
             if task.has_text(self.split):
-                with_text.append(task)
+                tasks_with_text.append(task)
             elif self.split != 'validation':
                 task.source.raise_empty(self.split)
-        if not with_text:
+        if not tasks_with_text:
             self.tasks[0].source.raise_empty(self.split)
-        self.tasks = with_text
-        # Examples given so far, and how many were cut: int64 [tasks, 2].
+        self.tasks = tasks_with_text
+        # Numbers of examples so far, and of trimmed ones: int64 [tasks, 2].
         self.counts = np.zeros((len(self.tasks), 2), np.int64)
         self.seek(np.zeros((len(self.rows), len(self.tasks) + 1, 4), np.int64))
 
     @property
     def position(self) -> NDArray:
-        """The position of the next batch, as a checkpoint keeps it: int64 [rows, tasks + 1, 4].
+        """The position of the next batch, as saved in a checkpoint: int64 [rows, tasks + 1, 4].
 
         Each row has the fields of a TaskPosition for each task, then `draw` and `given` of its lane.
         """
@@ -230,8 +230,8 @@ class TaskPosition(NamedTuple):
 # Lanes: the rows of a batch.
 
 
-class Drawn(NamedTuple):
-    """The examples of an item, which share its row, and the index of their task in the mixture."""
+class Item(NamedTuple):
+    """Examples that share a row, and the index of their task in the mixture."""
 
     task: int
     examples: Sequence[Example]
@@ -242,21 +242,21 @@ class Drawn(NamedTuple):
 
 
 class Lane:
-    """The rows of one lane. The next one is row `given` of a window, which begins with the lane's example `draw`."""
+    """The rows of one lane. The next is row `given` of a window, whose first item has the number `draw` in the lane."""
 
     def __init__(self, stream: Stream, row: int, starts: list[TaskPosition], draw: int, given: int):
-        self.starts = starts  # of the window in each task
+        self.starts = starts  # the window's beginning in each task
         self.draw = draw
         self.given = given
         self._stream = stream
         self._row = row
         lengths = stream.data_group.lengths
-        self._limits = (lengths.inputs, lengths.targets)  # reading a ConfigDict takes long
+        self._limits = (lengths.inputs, lengths.targets)  # reading a ConfigDict is slow
         self._readers = []
         for task, start in zip(stream.tasks, starts, strict=True):
             self._readers.append(ExampleReader(stream, task, row, start))
         self._draws = draw_tasks(stream, row, first=draw)
-        self._window: list[list[Drawn]] = []  # rows; none if the next window is due
+        self._window: list[list[Item]] = []  # rows; none if the next window is due
 
     def next_row(self) -> list[tuple[int, Example]]:
         """Return the next row, each example with the index of its task, and advance; [] after the last epoch."""
@@ -279,10 +279,10 @@ class Lane:
             self._window = []
         return [(item.task, example) for item in row for example in item.examples]
 
-    def _read_window(self) -> Iterator[Drawn]:
-        """Yield the examples of the next window: one, if rows are not packed.
+    def _read_window(self) -> Iterator[Item]:
+        """Yield the items of the next window: one, if rows are not packed.
 
-        A window of a single task ends with its epoch: few records start quickly.
+        A window of a single task ends with its epoch, so that a small data set starts quickly.
         """
         max_rows = self._stream.rows_per_window
         if self.draw == 0:  # stagger the first windows: lanes refill at different steps
@@ -292,7 +292,7 @@ class Lane:
             examples = self._readers[task].next_examples()
             if examples is None:
                 return
-            item = Drawn(task, examples)
+            item = Item(task, examples)
             yield item
             num_rows += max(map(operator.truediv, item.sizes, self._limits))
             if self._stream.pack_examples is None or num_rows >= max_rows:
@@ -302,15 +302,15 @@ class Lane:
 
 
 def draw_tasks(stream: Stream, row: int, first: int) -> Iterator[int]:
-    """Yield the task of each example of a lane, from number `first` on: a function of seed and rates."""
+    """Yield the task of each item of a lane, from number `first` on: a function of seed and rates."""
     rates = np.array([task.opened.rate for task in stream.tasks])
     ends = np.cumsum(rates / rates.sum())[:-1]  # [0, 1) is cut into a part per task
-    block, skipped = divmod(first, DRAWS_PER_BLOCK)
+    block, offset = divmod(first, DRAWS_PER_BLOCK)
     while True:
         bits = random_bits((DRAWS_PER_BLOCK,), 'draws', stream.seed, row, block)
-        yield from np.searchsorted(ends, bits / 2**64, side='right')[skipped:].tolist()
+        yield from np.searchsorted(ends, bits / 2**64, side='right')[offset:].tolist()
         block += 1
-        skipped = 0
+        offset = 0
 
 
 class ExampleReader:
@@ -355,7 +355,7 @@ class ExampleReader:
         return examples
 
     def is_at_end_of_epoch(self) -> bool:
-        """Return whether the epoch has no more examples; make those of the next group if it is due."""
+        """Return whether the epoch has no more examples; first make the next group's if it is due."""
         while not self._examples:
             group_size = self._task.objective.records_per_group
             documents = list(itertools.islice(self._documents, group_size))
@@ -401,10 +401,10 @@ class TokenizedTask:
         self.source.check_ids(self.objective.features, vocabulary.hash)
 
     def tokenize(self, records: Sequence[Record], *key: int | str) -> list[Tokenized]:
-        """Return the examples of records: one of each, or as many as the task's function gives.
+        """Return the examples of records: one for each, or as many as the task's function gives.
 
-        With a `key`, in training, data.target_choice draws their targets. A bad record stops the run, or has
-        no examples (data.on_bad_line).
+        With a `key`, in training, data.target_choice draws their targets. A bad record stops the run or is
+        skipped (data.on_bad_line).
         """
         examples = []
         if self.source.is_tokenized:
@@ -419,8 +419,8 @@ class TokenizedTask:
                     continue
                 self.source.bad_lines.add_record(
                     record.name,
-                    f'ids from {joined.min()} to {joined.max()}, and the vocabulary has '
-                    f'{self.vocabulary.size}: name the one of the cache with data.vocabulary',
+                    f'ids from {joined.min()} to {joined.max()}, but the vocabulary has '
+                    f"{self.vocabulary.size}: set data.vocabulary to the cache's vocabulary",
                 )
             return examples
         for i, record in enumerate(records):
@@ -432,8 +432,8 @@ class TokenizedTask:
             if self.must_answer and not all(texts['targets'].strip() for texts in all_texts):
                 self.source.bad_lines.add_record(
                     record.name,
-                    'its targets are empty; correct it, or set data.allow_empty_targets=True if no '
-                    'answer is an answer',
+                    'its targets are empty; correct it, or set data.allow_empty_targets=True if an '
+                    'empty answer is valid',
                 )
                 continue
             for texts in all_texts:
@@ -446,10 +446,10 @@ class TokenizedTask:
                         continue
                 examples.append(Tokenized(record.name, texts, ids))
         for feature in self.objective.features:
-            texts_of_feature = [example.texts.get(feature, '') for example in examples]
-            all_ids = self.vocabulary.encode_as_arrays(texts_of_feature)
-            for example, of_feature in zip(examples, all_ids, strict=True):
-                example.ids[feature] = of_feature
+            feature_texts = [example.texts.get(feature, '') for example in examples]
+            all_ids = self.vocabulary.encode_as_arrays(feature_texts)
+            for example, feature_ids in zip(examples, all_ids, strict=True):
+                example.ids[feature] = feature_ids
         return examples
 
     def examples(self, tokenized: Sequence[Tokenized], *key: int | str) -> list[Sequence[Example]]:

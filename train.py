@@ -36,10 +36,10 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """A training state; leaves are arrays, shapes or specs."""
 
     step: Leaf  # int32: steps taken
-    params: dict[str, Leaf]  # {T5X's path: float32, if frozen StepSpec.frozen_dtype}
+    params: dict[str, Leaf]  # {T5X's path: float32, or StepSpec.frozen_dtype if frozen}
     opt_state: optax.OptState
-    # The losses and gradient norms of the last updates, float32 [2, spike_window], the newest at the end, inf
-    # before the first. A side file of a checkpoint keeps them, not T5X's tree.
+    # The losses and gradient norms of the last updates, float32 [2, spike_window], newest last, inf before the
+    # first. A checkpoint has them in a side file, outside T5X's tree.
     recent: Leaf | None = None
 
 
@@ -76,12 +76,12 @@ def train_step(
 def is_spike(recent: jax.Array, latest: jax.Array, sigma: float) -> jax.Array:
     """Return whether a value of `latest` lies `sigma` standard deviations above the mean of its row of `recent`.
 
-    False until half of `recent` is known. Source: OLMo-core's SkipStepOptimizer.
+    False until half of `recent` is filled. Source: OLMo-core's SkipStepOptimizer.
     """
-    known = jnp.isfinite(recent)
-    deviation = recent.std(axis=1, where=known, ddof=1)
-    limits = recent.mean(axis=1, where=known) + sigma * deviation
-    return (known[0].sum() >= recent.shape[1] // 2) & (latest > limits).any()
+    is_filled = jnp.isfinite(recent)
+    deviation = recent.std(axis=1, where=is_filled, ddof=1)
+    limits = recent.mean(axis=1, where=is_filled) + sigma * deviation
+    return (is_filled[0].sum() >= recent.shape[1] // 2) & (latest > limits).any()
 
 
 def gradients(
@@ -149,9 +149,9 @@ def init(spec: 'StepSpec') -> TrainState[jax.Array]:
     return TrainState(jnp.int32(0), params, opt_state, recent)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)  # no repr: JAX puts it in front of its messages
+@dataclasses.dataclass(frozen=True, repr=False)  # no repr: JAX would begin its messages with it
 class StepSpec:
-    """Everything that the program of a step depends on; prepare.make_spec makes it from a config."""
+    """Everything that a compiled step depends on; prepare.make_spec makes it from a config."""
 
     model_config: T5Config
     loss_config: LossConfig
@@ -163,10 +163,10 @@ class StepSpec:
     features: FrozenConfigDict  # {feature of a batch: (length, dtype)}
     num_microbatches: int
     gradient_dtype: str
-    skips_not_finite: bool  # a step that is not finite leaves the state as it was
-    spike_window: int  # the same for a spike; 0 for no guard
+    skips_not_finite: bool  # a step that is not finite leaves the state unchanged
+    spike_window: int  # a spike does too; 0: no guard
     spike_sigma: float
-    frozen_dtype: str  # dtype of frozen parameters; float32 for the trained
+    frozen_dtype: str  # dtype of frozen parameters; trained ones are float32
 
     @property
     def rows_per_device(self) -> int:
@@ -223,7 +223,7 @@ def compile_init(spec: StepSpec) -> jax.stages.Compiled:
 
 
 def jit_step(spec: StepSpec) -> jax.stages.Wrapped:
-    """Return `train_step` as a compiled function (state, batch) -> (state, metrics); donates state."""
+    """Return `train_step` as a compiled function (state, batch) -> (state, metrics) that donates `state`."""
     shardings = partition.shardings(spec.mesh, (spec.state_specs, P()))
 
     def train_step_on_mesh(state, batch):
@@ -250,7 +250,7 @@ def compile_step(spec: StepSpec) -> jax.stages.Compiled:
 
 
 def saved_tree(spec: StepSpec, state: TrainState[Leaf]) -> dict[str, Leaf | NDArray]:
-    """Return a state as a checkpoint holds it, without the parameters in its base's checkpoint."""
+    """Return a state as a checkpoint stores it: with adapters, without the frozen parameters of the base."""
     tree = state_names.to_t5x(*state)
     adapters = model.adapter_paths(spec.model_config)
     if adapters:

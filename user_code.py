@@ -24,9 +24,9 @@ def module_file(setting: str, module: str, or_else: str = '') -> pathlib.Path:
 
 
 def load_module(file: pathlib.Path, content: bytes) -> ModuleType:
-    """Run a user's Python file, with this content, once; its own folder is first in sys.path meanwhile.
+    """Run a user's Python file, with this content, once, with its folder first in sys.path.
 
-    The module has a private name, so a file `tasks.py` never collides with ours. Its errors are raised as they are.
+    The module has a private name, so a file `tasks.py` never collides with ours. Its errors pass unchanged.
     """
     name = f'{MODULE} {digest([content])} {file}'
     if name in sys.modules:

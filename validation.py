@@ -25,7 +25,7 @@ from model import T5Config
 from stream import Stream
 from vocabulary import PAD_ID
 
-# Values that are no sums of loss.weighted_sums: train_step, all_sums and make_sums add them.
+# Values that train_step, all_sums and make_sums add to the sums of loss.weighted_sums.
 OTHERS: tuple[str, ...] = ('learning_rate', 'gradient_norm', 'finite', 'spike', 'batch_crc32')
 OTHERS += ('aux_loss', 'target_nats', 'text_nats', 'text_tokens')
 UNIGRAM_TOKENS = 1_000_000  # positions of training targets that the unigram baseline counts
@@ -56,10 +56,10 @@ class Evaluation:
     def __call__(
         self, params: Mapping[str, jax.Array], step: int, stop: Callable[[int], int]
     ) -> dict[str, float] | None:
-        """Report, and return T5X's metrics and nats per token, of text and of all targets, next to the unigram's.
+        """Report and return T5X's metrics and the nats per token, of text and of all targets, next to the unigram's.
 
-        `stop` is called with the number of batches so far, and must return the same in all processes. If it is not 0,
-        end and return None.
+        `stop` is called with the number of batches so far and must return the same in all processes; unless it
+        returns 0, return None.
         """
         if not self.read_batches(stop):
             return None
@@ -75,7 +75,7 @@ class Evaluation:
         return values
 
     def read_batches(self, stop: Callable[[int], int]) -> bool:
-        """Read the batches once, which takes a while for a small split of a large corpus.
+        """Read the batches, once: a small split of a large corpus takes a while.
 
         Returns False if `stop` ended the reading. Several processes read at different speeds and do not call it.
         """
@@ -83,14 +83,14 @@ class Evaluation:
             return True
         held_out = self.held_out
 
-        def read_own() -> NDArray:
+        def read() -> NDArray:
             for batch in itertools.islice(held_out, self.max_batches - len(self.batches)):
                 self.batches.append(batch)
                 if jax.process_count() == 1 and stop(0):
                     return np.array(-1)
             return np.array(len(self.batches))
 
-        num_batches = int(self.gather(read_own).max())
+        num_batches = int(self.gather(read).max())
         if num_batches < 0:
             return False
         self.held_out = None  # frees the documents that its lanes hold
@@ -101,16 +101,16 @@ class Evaluation:
 
     @functools.cached_property
     def unigram_baselines(self) -> dict[str, float]:
-        """The loss in nats of a model that knows token frequencies alone: counts in training targets, plus one."""
+        """The loss in nats of a model that knows only token frequencies: counts in training targets, plus one."""
 
-        def count_own() -> NDArray:
+        def count() -> NDArray:
             training_counts = self.training_counts()
             validation_counts = np.zeros_like(training_counts)
             for batch in self.batches:
                 np.add.at(validation_counts, batch['decoder_target_tokens'], 1)
             return np.stack([training_counts, validation_counts])
 
-        training_counts, validation_counts = self.gather(count_own).sum(axis=0)
+        training_counts, validation_counts = self.gather(count).sum(axis=0)
         baselines = {}
         for name, tokens in (('text', self.is_text), ('target', slice(PAD_ID + 1, None))):
             counts = validation_counts[tokens]

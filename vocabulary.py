@@ -20,7 +20,7 @@ from configs import check as settings
 from messages import Refused
 from randomness import digest
 
-PAD_ID = 0  # of all vocabularies; the decoder starts from it
+PAD_ID = 0  # in all vocabularies; the decoder starts from it
 EOS_ID = 1  # T5's
 UNK_ID = 2
 SPECIAL_TOKENS = ('<pad>', '</s>', '<unk>')  # as transformers calls them
@@ -30,11 +30,11 @@ GLUED = re.compile(r'(?<=\S)<extra_id_(0|[1-9][0-9]{0,8})>')
 
 
 class Ends(NamedTuple):
-    """The special ids of a model."""
+    """The special ids of a model. `getattr` reads `inputs` and `targets`."""
 
     answers: tuple[int, ...]  # each ends an answer; the first is EOS
     inputs: tuple[tuple[int, ...], tuple[int, ...]]  # before and after a text
-    start: int = PAD_ID  # what the decoder reads where batches begin with 0
+    start: int = PAD_ID  # the decoder reads it where batches begin with 0
     begin: tuple[int, ...] = ()  # before targets
 
     @property
@@ -48,7 +48,7 @@ class Vocabulary(abc.ABC):
     size: int
     pieces: list[str]  # by id
     num_extra_ids: int
-    added_tokens: dict[str, int]  # of transformers and data.added_tokens; bytes have none
+    added_tokens: dict[str, int]  # from transformers and data.added_tokens; bytes have none
     eos_id = EOS_ID
     begin_ids: tuple[int, ...] = ()  # before inputs and targets: RoBERTa's <s>
     unk_id = UNK_ID  # -1 for none
@@ -57,7 +57,7 @@ class Vocabulary(abc.ABC):
     num_threads = -1  # for encoding; -1: all cores
 
     @functools.cached_property
-    def ends(self) -> Ends:  # a family's may replace them
+    def ends(self) -> Ends:  # a family may replace them
         return self.own_ends
 
     @property
@@ -109,7 +109,7 @@ class ByteVocabulary(Vocabulary):
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model, and after its pieces `extra_ids` sentinels, in reverse order as in SeqIO.
+    """A SentencePiece model, and after its pieces `extra_ids` sentinels in reverse order, as in SeqIO.
 
     A model with pieces `<extra_id_N>` or `▁<extra_id_N>`, such as mT5's, has its own sentinels and gets no others.
 
@@ -123,7 +123,7 @@ class SentencePieceVocabulary(Vocabulary):
             # From empty bytes, SentencePiece makes a processor that fails later.
             processor = sentencepiece.SentencePieceProcessor(model_proto=model or b'empty')
         except RuntimeError as error:
-            raise Refused(f'no SentencePiece model ({error})') from None
+            raise Refused(f'not a SentencePiece model ({error})') from None
         self.model = model
         self.eos_id = processor.eos_id()
         self.unk_id = processor.unk_id()
@@ -142,7 +142,7 @@ class SentencePieceVocabulary(Vocabulary):
         self.added_tokens = {}
         content = added_settings(proto)
         if 'model' in content:
-            raise Refused('version 0.2 made it of a tokenizer.json: put that file in its place')
+            raise Refused('version 0.2 made it from a tokenizer.json: replace it with that file')
         for token in content.get('added_tokens', []):
             self.added_tokens[token['content']] = token['id']
             if token['id'] == len(pieces):
@@ -198,7 +198,7 @@ class SentencePieceVocabulary(Vocabulary):
 
 
 def added_settings(proto) -> dict:
-    """Return our own settings in a ModelProto, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
+    """Return our settings in a ModelProto, {'added_tokens': [{'id', 'content'}]}: JSON in a field unused otherwise."""
     text = proto.normalizer_spec.normalization_rule_tsv
     # A text that is not UTF-8 comes as bytes.
     return json.loads(text) if isinstance(text, str) and text.startswith('{') else {}
@@ -212,7 +212,7 @@ def longest_of(tokens: Iterable[str]) -> re.Pattern:
         for end in ends:
             if end:
                 by_first.setdefault(end[0], set()).add(end[1:])
-        branches = [re.escape(first) + tree(rest) for first, rest in by_first.items()]
+        branches = [re.escape(first) + tree(tails) for first, tails in by_first.items()]
         optional = '?' if '' in ends else ''
         return f'(?:{"|".join(branches)}){optional}' if branches else ''
 

@@ -1,12 +1,12 @@
-"""The bytes and FLOPs of a train step on a GPU that need not be here, counted in its compiled program.
+"""The bytes and FLOPs of a train step on a GPU, counted in its compiled program; no GPU is needed.
 
     pip install -e '.[cuda]'
     python benchmarks/bytes.py [--topology=h200:1] [--sizes=small,base,large] [--layers=2] [--pack=no] [--text=FILE]
 
-Compiles T5 1.1 in bfloat16 for rows of 512 inputs and 114 targets, with dropout 0.1. A kernel reads its operands once,
-or the slices that it takes of them, and writes its results. Workspaces are not counted, nor is the one in which cuDNN
-sums the bias's gradient, [b, h, T, M]. A kernel takes as long as its bytes at the memory's bandwidth or its FLOPs at
-PEAKS: the roofline. An H200 took 1.24 times as long. --text keeps the last program.
+Compiles T5 1.1 in bfloat16 for rows of 512 inputs and 114 targets, with dropout 0.1. A kernel reads its operands, or
+slices of them, once, and writes its results. Workspaces are not counted, including the one in which cuDNN sums the
+bias's gradient, [b, h, T, M]. A kernel takes as long as its bytes at the memory's bandwidth or its FLOPs at PEAKS: the
+roofline. An H200 took 1.24 times as long. --text keeps the last program.
 """
 
 import collections
@@ -33,8 +33,8 @@ from prepare import make_spec
 BATCH_SIZE = 256
 PEAKS = {'bf16': 750e12, 'f32': 375e12}  # FLOP/s of products on Hopper; float32 as TF32
 FREE = ('parameter', 'constant', 'bitcast', 'tuple', 'get-tuple-element', 'while', 'call')
-UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}  # write in place the operand of this index
-# The first pattern that matches a kernel's operation. Products and copies in layers are kinds of their own.
+UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}  # index of the operand written in place
+# A kernel's kind has the first pattern that matches its operation. Products and copies in layers are other kinds.
 KINDS = {
     'optimizer': r'^(?!.*/while/body/)',
     'logits and loss': r'/logits_dense/|/body/closed_call/(?!.*coder)',

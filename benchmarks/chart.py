@@ -46,7 +46,7 @@ class Panel(NamedTuple):
     title: str
     curves: Sequence[Curve]
     is_logarithmic: bool = False  # both axes
-    curves_fall: bool = False  # names then go above them, on the right
+    curves_fall: bool = False  # the names are then above them, on the right
 
 
 def svg(*panels: Panel) -> str:
@@ -99,24 +99,24 @@ def lines_of(panel: Panel) -> list[str]:
 
 
 def thin(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` >= 4 points: first, last, lowest and highest of equal parts between."""
+    """Return at most `most` >= 4 points: first, last, and the lowest and highest of equal parts between them."""
     if len(points) <= most:
         return list(points)
     inner = points[1:-1]
     num_parts = (most - 2) // 2
-    kept = [points[0]]
-    for part in range(num_parts):
-        begin = part * len(inner) // num_parts
-        end = (part + 1) * len(inner) // num_parts
-        of_part = inner[begin:end]
-        lowest = min(of_part, key=lambda point: point.value)
-        highest = max(of_part, key=lambda point: point.value)
-        kept += sorted({lowest, highest})
-    return [*kept, points[-1]]
+    sample = [points[0]]
+    for i in range(num_parts):
+        begin = i * len(inner) // num_parts
+        end = (i + 1) * len(inner) // num_parts
+        part = inner[begin:end]
+        lowest = min(part, key=lambda point: point.value)
+        highest = max(part, key=lambda point: point.value)
+        sample += sorted({lowest, highest})
+    return [*sample, points[-1]]
 
 
 class Axis(NamedTuple):
-    """A range of values, and where it lies in the panel."""
+    """A range of values, and its position in the panel."""
 
     low: float
     high: float

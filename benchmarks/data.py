@@ -9,24 +9,23 @@ Writes a corpus, trains a vocabulary of up to 32,000 pieces on it, and writes te
 layout. Then the contenders take turns, each in a new process on two cores:
 
     raw text        span corruption, 512/114, batches of 128, shuffled, packed
-        sentencepiece   encodes the documents in batches with two threads, and nothing else: the
-                        limit
+        sentencepiece   only encodes the documents in batches with two threads: the limit
         seqio           c4_v220_span_corruption on TextLineDataSource, as T5X reads it
-        ours            prefetch.batches of a Stream, in a thread or in worker processes; an
+        ours            prefetch.batches of a Stream, in a thread or in worker processes; a full
                         epoch, because lanes read much at first
     cached mixture  ten tasks, packed, shuffled, its state saved every 50 batches
         seqio           use_cached, examples-proportional, a tf.train.Checkpoint of the iterator
         ours            the same mixture; the position of the stream
 
 Prints a row per contender: millions of corpus tokens per second, the median of the rounds and the
-range; how many times as fast as seqio it is; and the padding that packing leaves, as a share of the
-inputs and of the targets. Corpus tokens are ids that are neither padding nor EOS nor a sentinel, counted in the numpy
-batches. Files are opened before the clock starts; it starts when the first batch is asked for, so the
-start of workers and all that a stream reads ahead count, and stops at the last batch. A rival that is
-not installed is left out.
+range; the speedup over seqio; and the padding left by packing, as a share of the inputs and of the
+targets. Corpus tokens are ids other than padding, EOS and sentinels, counted in the numpy batches. Files
+are opened before the clock starts. It starts at the request for the first batch, which includes the start
+of workers and all that a stream reads ahead, and stops at the last batch. Rivals that are not installed
+are left out.
 
-The goal: from raw text at least 3.5 times seqio and 70 % of sentencepiece, cached at least 10 times
-seqio. The limit is SentencePiece from raw text, and the interpreter from cached ids.
+The goal: at least 3.5 times seqio and 70 % of sentencepiece from raw text, at least 10 times seqio from
+caches. The limit is SentencePiece from raw text, and the interpreter from cached ids.
 """
 
 import functools
@@ -126,7 +125,7 @@ def measure_stream(
     open_stream: Callable[[Path], Iterator[Batch]], num_batches: int | None, folder: Path
 ) -> Measurement:
     """Count the corpus tokens in the first batches of a stream, and its seconds."""
-    first_sentinel = read_vocabulary(folder).sentinel_ids.min()  # they come after the pieces
+    first_sentinel = read_vocabulary(folder).sentinel_ids.min()  # sentinels follow the pieces
     batches = open_stream(folder)
     num_tokens = 0
     num_padding = np.zeros(2)
@@ -145,11 +144,11 @@ def measure_stream(
 
 
 def measure_encoder(folder: Path) -> Measurement:
-    """Encode the documents of the corpus as fast as SentencePiece does it."""
+    """Encode the documents of the corpus as fast as SentencePiece can."""
     documents = []
     for file in corpus_files(folder):
         documents += file.read_text().splitlines()
-    # The sentinels are not in the model's file, nor in the text.
+    # Sentinels are neither in the model's file nor in the text.
     processor = read_vocabulary(folder)._processor
     num_tokens = 0
     start = time.perf_counter()
@@ -168,8 +167,8 @@ def our_text(num_workers: int, folder: Path) -> Iterator[Batch]:
     config.files = str(folder / 'corpus-*.txt')
     stream = open_our_stream(folder, config, num_epochs=1)
     batches = prefetch.batches(stream, num_workers)
-    of_epoch = itertools.takewhile(lambda batch: not batch.is_padding, batches)
-    return (batch.features for batch in of_epoch)
+    epoch = itertools.takewhile(lambda batch: not batch.is_padding, batches)
+    return (batch.features for batch in epoch)
 
 
 def our_mixture(num_workers: int, folder: Path) -> Iterator[Batch]:
@@ -180,8 +179,8 @@ def our_mixture(num_workers: int, folder: Path) -> Iterator[Batch]:
     config.task = 'mixture'
     stream = open_our_stream(folder, config, num_epochs=None)
     batches = prefetch.batches(stream, num_workers)
-    saved = saving(batches, lambda batch: np.save(folder / 'position.npy', batch.after))
-    return (batch.features for batch in saved)
+    batches = saving(batches, lambda batch: np.save(folder / 'position.npy', batch.after))
+    return (batch.features for batch in batches)
 
 
 def our_config() -> Any:
@@ -206,7 +205,7 @@ def open_our_stream(folder: Path, config: Any, num_epochs: int | None) -> Stream
 
 
 def saving(batches: Iterator, save: Callable[[Any], object]) -> Iterator:
-    """Yield batches, and save the state of their iterator now and then."""
+    """Yield batches, and save the state of their iterator every STEPS_PER_SAVE."""
     for step, batch in enumerate(batches, start=1):
         if step % STEPS_PER_SAVE == 0:
             save(batch)
@@ -264,12 +263,12 @@ def seqio_mixture(folder: Path) -> Iterator[Batch]:
     seqio.MixtureRegistry.add('mixture', sorted(names), default_rate=seqio.mixing_rate_num_examples)
     iterator = iter(seqio_batches('mixture', num_epochs=None, use_cached=True))
     checkpoint = tf.train.Checkpoint(iterator=iterator)
-    saved = saving(iterator, lambda batch: checkpoint.write(str(folder / 'iterator')))
-    return ({name: x.numpy() for name, x in batch.items()} for batch in saved)
+    batches = saving(iterator, lambda batch: checkpoint.write(str(folder / 'iterator')))
+    return ({name: x.numpy() for name, x in batch.items()} for batch in batches)
 
 
 def no_dataset(split: str, shuffle_files: bool) -> Any:
-    """Stand for the source of a task that is read from its cache."""
+    """Replace the source of a task that is read from its cache."""
     raise NotImplementedError
 
 
@@ -313,7 +312,7 @@ def write_inputs(folder: Path, megabytes: int) -> None:
     size = 0
     documents: list[str] = []
     while size < megabytes * 1_000_000:
-        # About as many tokens as C4's documents have, from a few to thousands.
+        # About as many tokens as in C4's documents, from a few to thousands.
         document = make_text(sentences, num_sentences=rng.lognormal(mean=3, sigma=1), rng=rng)
         size += len(document) + 1
         documents.append(document)
@@ -328,8 +327,8 @@ def write_inputs(folder: Path, megabytes: int) -> None:
 
 def make_text(sentences: Sequence[str], num_sentences: float, rng: np.random.Generator) -> str:
     """Return a text of random sentences, at least one."""
-    chosen = rng.integers(len(sentences), size=int(num_sentences) + 1)
-    return '. '.join([sentences[i] for i in chosen])
+    indices = rng.integers(len(sentences), size=int(num_sentences) + 1)
+    return '. '.join([sentences[i] for i in indices])
 
 
 def corpus_files(folder: Path) -> list[Path]:

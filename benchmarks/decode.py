@@ -3,20 +3,20 @@
     pip install -e '.[peers]' ctranslate2
     python benchmarks/decode.py [--rounds=3] [--calls=3]
 
-Writes random float32 weights of the shape of T5 1.1 small. The contenders take turns, each in a new
+Writes random float32 weights with the shapes of T5 1.1 small. The contenders take turns, each in a new
 process: 8 inputs of 128 tokens, 64 tokens of output, greedily and with 4 beams. The logits of padding
-and EOS are always 0, never among the best, so that all make 64 steps. Each process makes a call that
+and EOS are always 0, never among the best, so that all take 64 steps. Each process makes one call that
 is not counted (ours compiles), then `calls` that are. CTranslate2 computes in float32 and in int8.
-Ours is measured on a mesh of one device per core, which split heads, MLP and vocabulary, also with
+Ours is measured on a mesh of one device per core, with heads, MLP and vocabulary split, also with
 parameters rounded to bfloat16, and on one device for both cores.
 
 Prints a row per contender: output tokens per second, the median over all calls and the range; the
-ratio to transformers; and the share of tokens, position by position, that are transformers'. Tokens of
-random weights are close rivals: a trained model keeps more of them. Then what limits ours: the time
-until the first token, which is the encoder's; the time of a step; and how long it takes to read the
-decoder's weights once at the speed at which both cores read memory.
+ratio to transformers; and the share of tokens that equal transformers', position by position. Random
+weights have near ties: with a trained model, more tokens are equal. Then prints our limits: the time
+until the first token, which the encoder takes; the time of a step; and the time to read the decoder's
+weights once at the speed at which both cores read memory.
 
-The goal: greedily at least 2 times transformers, with 4 beams at least 1.5 times.
+The goal: at least 2 times transformers greedily, at least 1.5 times with 4 beams.
 """
 
 import functools
@@ -81,7 +81,7 @@ class Measurement(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What bounds our rate."""
+    """The bounds of our rate."""
 
     first_seconds: dict[int, float]  # {beams: seconds of a call for one token}
     weights_bytes: int  # read by a step
@@ -105,12 +105,12 @@ def main(argv: list[str]) -> None:
 
 
 def report(beams: int, measurements: Mapping[str, list[Measurement]], limits: Limits) -> None:
-    """Print a row per contender, and what limits ours."""
+    """Print a row per contender, and our limits."""
     print(f'\n{beams} beams')
     turns.print_header('contender', 'tokens/s', 'x transformers', 'same tokens')
     seconds = {}
     for name, rounds in measurements.items():
-        seconds[name] = [x for measured in rounds for x in measured.seconds]
+        seconds[name] = [x for measurement in rounds for x in measurement.seconds]
     theirs = measurements['transformers'][0].answers
     for name, rounds in measurements.items():
         rates = [BATCH_SIZE * OUTPUT_LENGTH / x for x in seconds[name]]
@@ -133,7 +133,7 @@ def write_model(folder: Path) -> None:
     from ctranslate2.converters import transformers as converters
 
     class Tokenizer:
-        """The interface of a tokenizer that the converter needs: ids have names."""
+        """The tokenizer's interface that the converter needs: ids have names."""
 
         unk_token = 't2'
         eos_token = 't1'
@@ -149,7 +149,7 @@ def write_model(folder: Path) -> None:
     class Converter(converters.TransformersConverter):
         def load_model(self, *args: Any, **kwargs: Any) -> Any:
             model = super().load_model(*args, **kwargs)
-            # The converter reads here whether logits are rescaled, and transformers 5 always sets True.
+            # This tells the converter whether to rescale logits; transformers 5 always sets True.
             model.config.tie_word_embeddings = False
             return model
 
@@ -159,7 +159,7 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(0)
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(**CONFIG))
     with torch.no_grad():
-        # transformers 5 has tied them, whatever the config says.
+        # transformers 5 ties them, whatever the config says.
         t5.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn(VOCAB_SIZE, CONFIG['d_model']))
         t5.lm_head.weight[: EOS_ID + 1] = 0.0
         t5.shared.weight *= 0.1  # so that answers depend on more than the newest token
@@ -168,7 +168,7 @@ def write_model(folder: Path) -> None:
 
 
 def load_ours(num_devices: int, dtype: str, folder: Path) -> infer.T5:
-    """Load our model on so many devices of the CPU, before this process uses JAX otherwise."""
+    """Load our model on `num_devices` devices of the CPU, before any other use of JAX in this process."""
     jax.config.update('jax_num_cpu_devices', num_devices)
     mesh = partition.make_mesh(data=1, model=num_devices)
     t5 = infer.load(folder / 'transformers', mesh=mesh, dtype=dtype)

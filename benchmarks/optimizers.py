@@ -2,11 +2,11 @@
 
     python benchmarks/optimizers.py [--folder=runs/optimizers] [--steps=1200]
 
-Each optimizer runs at three rates with seed 0, then twice more at the best one with other seeds: 25 runs of 2 to 4
-minutes on two cores. A run that is finished in --folder is not repeated. All have nanoT5's clip and mean loss; a cosine
-rises from half the rate for 15 % of the steps. Prints for each optimizer the best rate, the validation loss after the last
-step, and the steps and seconds of training until the mean loss reaches the last one of the worst optimizer. Seconds are
-without compiling, evaluating and saving.
+Each optimizer runs at three rates with seed 0, then twice more at the best rate with other seeds: 25 runs of 2 to 4
+minutes on two cores. Runs already finished in --folder are not repeated. All have nanoT5's clip and mean loss; a cosine
+rises from half the rate for 15 % of the steps. Prints for each optimizer the best rate, the validation loss after the
+last step, and the steps and seconds of training until the mean loss reaches the final loss of the worst optimizer.
+Seconds exclude compiling, evaluating and saving.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,8 +48,8 @@ CONTENDERS = {
 
 
 class Run(NamedTuple):
-    steps: list[int]  # each evaluation's
-    losses: list[float]  # nats per text token of the validation
+    steps: list[int]  # steps with evaluations
+    losses: list[float]  # validation, nats per text token
     seconds_per_step: float
 
 
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(name: str, rate: float, seed: int) -> Run:
-    """Return a run to its end, which is not repeated."""
+    """Run to the end, unless this is done, and return the run."""
     folder = Path(FLAGS.folder).resolve()
     workdir = folder / f'{name.replace(", ", "_").replace(" ", "_")}_{rate:g}_{seed}'
     contender = CONTENDERS[name]
@@ -109,7 +109,7 @@ def mean_losses(runs: Sequence[Run]) -> list[float]:
 
 
 def steps_to(loss: float, runs: Sequence[Run]) -> float:
-    """Return where the line through the mean losses first falls to `loss`, which the last one has."""
+    """Return the interpolated step at which the mean loss first falls to `loss`, as it does in the end."""
     losses = np.minimum.accumulate(mean_losses(runs))
     return float(np.interp(-loss, -losses, runs[0].steps))
 

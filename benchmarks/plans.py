@@ -1,10 +1,10 @@
-"""Plans for TPUs and GPUs that need not be here: the table of docs/scaling.md.
+"""Plans for TPUs and GPUs, which are not needed: the table of docs/scaling.md.
 
     pip install -e '.[tpu,cuda]'
     python benchmarks/plans.py [--only=REGEX]
 
-A row is a plan of main.py, which takes 1 to 13 CPU minutes and up to 10 GB. --only selects the rows whose model
-and devices, joined by a space, contain the regular expression: --only='^XX?L h100'
+A row is a plan of main.py and takes 1 to 13 CPU minutes and up to 10 GB. --only selects rows by a regular expression
+to find in their model and devices, joined by a space: --only='^XX?L h100'
 """
 
 import os
@@ -48,7 +48,7 @@ ROWS = (
 )  # fmt: skip
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string('only', '', 'Regular expression of the rows that are planned.')
+flags.DEFINE_string('only', '', 'Regular expression of the rows to plan.')
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,6 @@
 """transformers' Seq2SeqTrainer on words and phonemes, which benchmarks/time_to_quality.py measures against ours.
 
-Has a process without JAX.
+Runs in a process without JAX.
 """
 
 import json
@@ -29,9 +29,9 @@ def train(
 ) -> Any:
     """Train for `seconds` and return the steps per second; or train for `num_steps` and evaluate.
 
-    Of each evaluation, return the seconds since the start and the word error. `examples`: a file, {split:
-    [[ids of the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has one pronunciation of
-    each word, drawn at random. `begin`: the time of the start, as time.monotonic has it.
+    An evaluation returns the seconds since the start and the word error. `examples`: a file, {split: [[ids of
+    the letters, [ids of a pronunciation, ...]], ...]}, with EOS. An epoch has one random pronunciation of each
+    word. `begin`: time.monotonic at the start.
     """
     import torch
     import transformers
@@ -73,16 +73,16 @@ def train(
             'input_ids': inputs,
             'attention_mask': (inputs > 0).long(),
             'labels': labels,
-            'decoder_input_ids': shifted,  # with label smoothing the Trainer computes the loss
+            'decoder_input_ids': shifted,  # with label smoothing, the Trainer computes the loss
         }
 
     @torch.no_grad()
     def word_error() -> float:
         model.eval()
-        tested = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
+        test_words = sorted(words['test'][:num_words], key=lambda word: len(word[0]))
         num_wrong = 0
-        for i in range(0, len(tested), 256):
-            batch = tested[i : i + 256]
+        for i in range(0, len(test_words), 256):
+            batch = test_words[i : i + 256]
             inputs = padded([letters for letters, _ in batch], 0)
             mask = (inputs > 0).long()
             answers = model.generate(
@@ -94,7 +94,7 @@ def train(
                     answer = answer[: answer.index(1) + 1]
                 num_wrong += answer not in pronunciations
         model.train()
-        return 100 * num_wrong / len(tested)
+        return 100 * num_wrong / len(test_words)
 
     times = []
     evaluations = []
@@ -137,7 +137,7 @@ def train(
             data_collator=collate,
             callbacks=[Callback()],
         )
-        # The Trainer's own does not scale updates by the parameters.
+        # The Trainer's default does not scale updates by the parameters.
         trainer.optimizer = transformers.Adafactor(
             model.parameters(), lr=LEARNING_RATE, scale_parameter=True, relative_step=False
         )

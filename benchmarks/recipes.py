@@ -1,12 +1,12 @@
-"""Small recipes of configs/ run to their ends, each with its score and time: rows of docs/results.md.
+"""Run small recipes of configs/ to the end, for their scores and times: rows of docs/results.md.
 
     python benchmarks/recipes.py [--folder=runs/recipes] [--only=REGEX] [--seeds=1] [--svg=FILE]
 
-All start from nothing, from this Python's documentation or from questions that are made here, and take minutes on
-two cores. A recipe that starts from another one needs it in --folder; a run that is finished there is not
-repeated. Prints a row of Markdown for each: what was run, the steps, the minutes and the numbers after the last
-step, the mean over the seeds with their range. --svg draws the training losses of up to four recipes, over steps and
-over seconds, as means over the seeds.
+All train from scratch on this Python's documentation or on questions generated here, and take minutes on two
+cores. A recipe that starts from another one needs it in --folder; runs already finished there are not repeated.
+Prints a Markdown row for each: the recipe, the steps, the minutes and the numbers after the last step, as means over
+the seeds with their range. --svg draws the training losses of up to four recipes, over steps and over seconds, as
+means over the seeds.
 """
 
 import csv
@@ -24,7 +24,7 @@ import numpy as np
 import turns
 from absl import app, flags
 
-CLASSES = ('first', 'second', 'third', 'fourth')  # of curves
+CLASSES = ('first', 'second', 'third', 'fourth')  # CSS classes of curves
 NUM_QUESTIONS = 2000
 NAMES = ('Ada', 'Bert', 'Carla', 'Dan', 'Eva', 'Finn', 'Gus', 'Hanna', 'Ivo', 'Jane')
 CITIES = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Lagos', 'Delhi', 'Turin')
@@ -32,7 +32,7 @@ CITIES = ('Oslo', 'Rome', 'Paris', 'Lima', 'Cairo', 'Bonn', 'Kyoto', 'Lagos', 'D
 FLAGS = flags.FLAGS
 flags.DEFINE_string('folder', 'runs/recipes', 'The folder of the runs and their data.')
 flags.DEFINE_string(
-    'only', '^(?!g2p)', "Regular expression of the recipes that are run; '^g2p' takes hours."
+    'only', '^(?!g2p)', "Regular expression of the recipes to run; '^g2p' takes hours."
 )
 flags.DEFINE_integer('seeds', 1, 'Seeds of each recipe: 0, 1, ...', lower_bound=1)
 flags.DEFINE_string('svg', '', 'A figure of the training losses.')
@@ -52,7 +52,7 @@ OF_NEIGHBOURS = {
     'restore.path': '{folder}/answers_0',
     'train.epochs': 20,
 }
-DROPOUT = {'model.dropout_rate': 0.1}  # of the settings that are compared on configs/g2p.py
+DROPOUT = {'model.dropout_rate': 0.1}  # base of the settings compared on configs/g2p.py
 LOSS = 'training_eval/{task}:nats_per_text_token'
 ANSWERS = ('inference_eval/text_to_text:eval/em', 'inference_eval/text_to_text:eval/f1')
 SUMMARIES = (LOSS.format(task='pydoc_summary'), 'inference_eval/pydoc_summary:eval/rougeL')
@@ -142,7 +142,7 @@ RECIPES = {
         {
             'data.module': '{folder}/both.py',
             'data.task': 'answers_and_summaries',
-            'restore.path': '{folder}/tiny_0',  # answers_0 has learned questions of this validation
+            'restore.path': '{folder}/tiny_0',  # answers_0 has seen questions of this validation
             'train.steps': 2400,
             'infer_eval.every_steps': 2400,
         },
@@ -229,16 +229,16 @@ def main(argv: list[str]) -> None:
 
 
 def panel(title: str, recipes: Sequence[tuple[str, Sequence, Sequence]]) -> chart.Panel:
-    """Return a panel of curves: the name of each, its places and its losses."""
+    """Return a panel of curves from their names, positions and losses."""
     curves = []
-    for css_class, (name, places, losses) in zip(CLASSES, recipes, strict=False):
-        points = [chart.Point(*point) for point in zip(places, losses, strict=True)]
+    for css_class, (name, positions, losses) in zip(CLASSES, recipes, strict=False):
+        points = [chart.Point(*point) for point in zip(positions, losses, strict=True)]
         curves.append(chart.Curve(name, css_class, points))
     return chart.Panel(title, curves, curves_fall=True)
 
 
 def write_data(folder: Path) -> None:
-    """Write questions on two people each, of which a fifth have no answer, instructions, and two tasks."""
+    """Write questions on two people each, a fifth of them without an answer, instructions, and two tasks."""
     rng = random.Random(0)
     people = []
     neighbours = []
@@ -246,10 +246,10 @@ def write_data(folder: Path) -> None:
     for _ in range(NUM_QUESTIONS):
         names = rng.sample(NAMES, 3)
         cities = rng.sample(CITIES, 3)
-        asked = rng.choice((0, 0, 1, 1, 2))
+        person = rng.choice((0, 0, 1, 1, 2))
         context = f'{names[0]} lives in {cities[0]}. {names[1]} lives in {cities[1]}.'
-        city, other = (cities[asked], cities[1 - asked]) if asked < 2 else ('', '')
-        name = names[asked]
+        city, other = (cities[person], cities[1 - person]) if person < 2 else ('', '')
+        name = names[person]
         row = {'question': f'Where does {name} live?', 'context': context, 'answer': city}
         people.append(row)
         question = f"Where does {name}'s neighbour live?"
@@ -262,8 +262,8 @@ def write_data(folder: Path) -> None:
             writer = csv.DictWriter(file, fieldnames=['question', 'context', 'answer'])
             writer.writeheader()
             writer.writerows(rows)
-    known = [row for row in people if row['answer']]
-    for kind, rows in {'known': known, 'instructions': instructions}.items():
+    with_answer = [row for row in people if row['answer']]
+    for kind, rows in {'known': with_answer, 'instructions': instructions}.items():
         lines = [json.dumps(row) + '\n' for row in rows]
         (folder / f'{kind}.jsonl').write_text(''.join(lines))
     (folder / 'both.py').write_text(TASKS.format(file=str(folder / 'known.jsonl')))

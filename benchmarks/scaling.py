@@ -4,7 +4,7 @@
 
 The model is T5 1.1 with half the width of small: embeddings 256, 4 heads of 64, MLP 512, 2 + 2 layers,
 8,192 ids, dropout 0.1, Adafactor, float32; a batch of 4 rows of 512 inputs and 128 targets. One of these
-grows from a first value to a last one, the others stay:
+grows from a first to a last value, the others stay:
 
     batch       rows
     length      inputs, and a quarter of them targets; 1 row
@@ -15,12 +15,12 @@ grows from a first value to a last one, the others stay:
 
 Each value runs in a new process on one CPU device: the step is compiled, two steps are not counted, then
 `steps` are. Prints a row per axis: the median seconds of a step; its bytes as --mode=plan counts them
-(run/memory.py), state included; and the exponents of both, the slopes of their logarithms. Where main.py
+(run/memory.py), state included; and the exponents of both, the slopes of their logarithms. If main.py
 restarts itself with huge pages, so does this program.
 
-The goal: no exponent above 1.05, or 1.1 of local, except for length and global, which are at most 2: the
-weights of attention have queries times keys, and 16 inputs more are a key more of each. What does not grow,
-such as the parameters, makes exponents smaller.
+The goal: no exponent above 1.05, or 1.1 for local, except at most 2 for length and global: attention has a
+weight for each query and key, and each query gets one more key for every 16 inputs. Constant costs, such as
+the parameters, make exponents smaller.
 """
 
 import math
@@ -58,7 +58,7 @@ AXES = {  # {name: its first and last value}
 # The attention of LongT5's encoder.
 LONG = {'local': 'local', 'global': 'transient_global'}
 WARM_UP_STEPS = 2
-TARGETS_SHARE = 4  # inputs for each target
+TARGETS_SHARE = 4  # inputs per target
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('axes', list(AXES), f'Some of {", ".join(AXES)}.')
@@ -68,8 +68,8 @@ flags.DEFINE_integer('steps', 3, 'Steps of each value that are measured.', lower
 class Point(NamedTuple):
     """The figures for one value of an axis."""
 
-    seconds: float  # of a step, the median
-    gigabytes: float  # of the step as compiled
+    seconds: float  # median of a step
+    gigabytes: float  # memory of the compiled step
 
 
 def main(argv: list[str]) -> None:

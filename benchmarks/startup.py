@@ -3,9 +3,9 @@
     python benchmarks/startup.py [--rounds=3]
 
 Starts T5 1.1 small (512 + 114 tokens, batch 4, bfloat16 and float32, one device) on the documentation of
-Python, as a user does, each time with a new workdir, and ends it where the first step would be taken:
-`cold` with an empty compilation cache and no vocabulary, `warm` with the cache and vocabulary of the cold start. Before
-that the modules of training are imported in a new process, whose files Python has compiled.
+Python, as a user does, each time with a new workdir, and ends it just before the first step: `cold` with
+an empty compilation cache and no vocabulary, `warm` with the cache and vocabulary of the cold start.
+Before that, it imports the modules of training in a new process, with files that Python has compiled.
 
 Prints medians and the range of the rounds, in seconds.
 
@@ -78,9 +78,9 @@ def seconds_to_first_step(folder: str, name: str, dtype: str, vocabulary: str) -
 
 
 def output_of(program: str, *arguments: str, cache: str = '') -> str:
-    """Run a program in the folder of main.py. Return its last line. `cache`: of compiled programs."""
+    """Run a program in the folder of main.py and return its last line. `cache`: folder of compiled programs."""
     environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
-    environment.pop('PYTHONDONTWRITEBYTECODE', None)  # else each start compiles our files
+    environment.pop('PYTHONDONTWRITEBYTECODE', None)  # otherwise each start compiles our files
     if cache:
         environment['XDG_CACHE_HOME'] = cache
     done = subprocess.run(

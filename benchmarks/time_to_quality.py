@@ -1,4 +1,4 @@
-"""How soon ours and transformers' Seq2SeqTrainer reach the same word errors on configs/g2p.py's task.
+"""The time until ours and transformers' Seq2SeqTrainer reach the same word error on the task of configs/g2p.py.
 
     pip install -e '.[peers,g2p]'
     python benchmarks/time_to_quality.py [--minutes=20]
@@ -6,16 +6,16 @@
 Both train the model of configs/g2p.py with its dropout and label smoothing on the words of its split, with the ids
 of one vocabulary, on all cores. Ours is `python main.py --config=configs/g2p.py` with fewer and smaller steps, and like
 the rival it neither validates nor saves between them. The rival has a T5Config of the same sizes, batches of 64 words
-by length, and the setting that was best of trials (docs/results.md): transformers' Adafactor with updates in
-proportion to the parameters, and a linear schedule. Each trains in the faster of float32 and bfloat16: the rival for
-`minutes`, ours for half of that, and both again in the other order.
+by length, and the best setting of our trials (docs/results.md): transformers' Adafactor with updates in proportion to
+the parameters, and a linear schedule. Each trains in the faster of float32 and bfloat16: the rival for `minutes`, ours
+for half of that, and both again in the other order.
 
-The steps follow from the speed of some steps before, which are not counted; both orders have as many. Three times, at
-equal distances, each answers the same NUM_WORDS words of the test greedily. Prints the word error, in percent, and the
-seconds from the command to that line, evaluations and compiling included.
+The number of steps follows from the speed of some steps that are not counted, and is the same in both orders. Three
+times, at equal intervals, each answers the same NUM_WORDS words of the test greedily. Prints the word error, in
+percent, and the seconds from the command to that line, including evaluations and compiling.
 
-Then, of both orders, how many times sooner ours has the higher one of the two last word errors, which both reach; the
-seconds are interpolated between the evaluations. The goal: twice as soon.
+Then prints, for both orders, how many times sooner ours reaches the higher of the two final word errors; the seconds
+are interpolated between the evaluations. The goal: twice as soon.
 """
 
 import json
@@ -46,10 +46,10 @@ from vocabulary import EOS_ID
 ROOT = Path(__file__).resolve().parents[1]
 NUM_EVALUATIONS = 3
 NUM_WORDS = 4000
-BATCH_SIZE = 16  # rows of ours, some 120 words: after four minutes better than 32 and 64
-SPEED_STEPS = 300  # of ours
-SPEED_SECONDS = 30  # of theirs
-DTYPES = ('float32', 'bfloat16')  # which one is faster depends on the CPU
+BATCH_SIZE = 16  # our rows, some 120 words: after four minutes better than 32 and 64
+SPEED_STEPS = 300  # for our speed
+SPEED_SECONDS = 30  # for their speed
+DTYPES = ('float32', 'bfloat16')  # the faster one depends on the CPU
 
 FLAGS = flags.FLAGS
 flags.DEFINE_float('minutes', 20, "The rival's time.", lower_bound=0.1)
@@ -96,7 +96,7 @@ def fastest(speed: Callable[[Path, str], float], folder: Path) -> tuple[str, flo
 
 
 def sooner(ours: Sequence[Evaluation], theirs: Sequence[Evaluation]) -> str:
-    """Say how many times sooner ours has the higher one of the last word errors, which both reach."""
+    """Say how many times sooner ours reaches the higher of the final word errors, which both reach."""
     goal = max(ours[-1].word_error, theirs[-1].word_error)
     seconds = seconds_to(goal, ours)
     their_seconds = seconds_to(goal, theirs)
@@ -107,14 +107,14 @@ def sooner(ours: Sequence[Evaluation], theirs: Sequence[Evaluation]) -> str:
 
 
 def seconds_to(goal: float, evaluations: Sequence[Evaluation]) -> float:
-    """Return when the line through the evaluations first has the word error `goal`, which the last one has."""
+    """Return the interpolated seconds until the word error is first `goal` or lower, as in the last evaluation."""
     i = next(i for i, x in enumerate(evaluations) if x.word_error <= goal)
     around = evaluations[max(0, i - 1) : i + 1]
     return float(np.interp(-goal, [-x.word_error for x in around], [x.seconds for x in around]))
 
 
 def write_examples(folder: Path) -> None:
-    """Write the vocabulary, and as ids, with EOS, the letters of each word and its pronunciations."""
+    """Write the vocabulary, and the letters and pronunciations of each word as ids with EOS."""
     run = prepare.prepare(g2p.get_config(), folder / 'run')
     vocabulary = run.stream.vocabulary
     source = run.stream.mixture.tasks[0].source
@@ -167,7 +167,7 @@ def speed_of_ours(folder: Path, dtype: str) -> float:
 
 
 def run_ours(workdir: Path, folder: Path, dtype: str, num_steps: int) -> list[Evaluation]:
-    num_steps -= num_steps % NUM_EVALUATIONS  # the last step is then the last evaluation
+    num_steps -= num_steps % NUM_EVALUATIONS  # so the last step is evaluated
     begin = time.monotonic()
     process = subprocess.Popen(
         command(workdir, folder, dtype, num_steps), cwd=ROOT, stdout=subprocess.PIPE, text=True

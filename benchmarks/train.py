@@ -7,32 +7,31 @@
 Trains T5 1.1 with dropout 0.1 on sequences of 512 inputs and 114 targets. The contenders take turns,
 each in a new process: two steps that are not counted (programs are compiled), then `steps` that are.
 
-    ours            what main.py does between two lines of metrics: documents of pydoc become packed
+    ours            the work of main.py between two lines of metrics: documents of pydoc become packed
                     rows while the device computes; the step with its metrics; all of them are
                     fetched. Adafactor, parameters in float32.
     transformers    T5ForConditionalGeneration with SDPA, compiled on a GPU, and its Adafactor with a
-                    constant rate. It is given one batch of random ids that lies on the device, full
-                    rows without a mask, and its loss is fetched once. In bfloat16 it autocasts over
-                    parameters in float32, as ours; `bfloat16 weights` keeps no others, so small
-                    updates are lost.
-    T5X             its Trainer with its Adafactor and metrics, on a CPU, where --t5x names a checkout.
-                    It is given one packed batch of random ids. --t5x_python is a Python that has the
-                    packages which T5X's setup.py names; AirIO may be missing.
+                    constant rate. It gets one batch of random ids on the device, full rows without a
+                    mask, and its loss is fetched once. In bfloat16 it autocasts over parameters in
+                    float32, as ours; `bfloat16 weights` has only those, so small updates are lost.
+    T5X             its Trainer with its Adafactor and metrics, on a CPU, if --t5x names a checkout. It
+                    gets one packed batch of random ids. --t5x_python is a Python with the packages
+                    of T5X's setup.py; AirIO may be missing.
     products alone  the limit: each matrix product of our step, timed alone with its shapes
 
 The size long_local is LongT5 as wide and deep as small, with 4,096 inputs and 910 targets, next to
-transformers' LongT5; give it --batch_size=1 on a CPU.
+transformers' LongT5; use --batch_size=1 on a CPU.
 
-Where main.py restarts itself with huge pages (modes/process.py), so does this program, and rivals are
-measured without and with them. A rival that is not installed is left out. A GPU needs torch with CUDA,
-pip install -e '.[cuda]' and a larger --batch_size; JAX is given 95 % of its memory, unless
+If main.py restarts itself with huge pages (modes/process.py), so does this program, and rivals are
+measured without and with them. Rivals that are not installed are left out. A GPU needs torch with CUDA,
+pip install -e '.[cuda]' and a larger --batch_size; JAX gets 95 % of its memory, unless
 XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 
-Prints a row per contender: sequences per second, the median of the rounds and the range; the largest
-memory of the process, on a GPU of its arrays; the share of the time in which ours waits for data; and
-how many times as fast ours is.
+Prints a row per contender: sequences per second, the median of the rounds and the range; the peak memory
+of the process, or on a GPU of its arrays; the share of the time in which ours waits for data; and how
+many times as fast ours is.
 
-The goal: on a CPU 1.4 times both rivals, 1.2 times with huge pages; on a GPU 1.2 times transformers.
+The goal: 1.4 times both rivals on a CPU, 1.2 times with huge pages; 1.2 times transformers on a GPU.
 On an H200 in bfloat16: base 1,300 sequences per second, large 395, xl 108.
 """
 
@@ -75,7 +74,7 @@ TINY = dict(
 )
 DROPOUT_RATE = 0.1
 WARM_UP_STEPS = 2
-GPU_WORKERS = 4  # processes that make our batches
+GPU_WORKERS = 4  # processes for our batches
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum('device', 'cpu', ['cpu', 'gpu'], 'Where to train.')
@@ -105,7 +104,7 @@ class Measurement(NamedTuple):
     seconds: float  # per step
     num_parameters: int
     peak_bytes: int
-    data_wait: float = 0.0  # share of the time; this and the field below of ours alone
+    data_wait: float = 0.0  # share of the time; only ours has this and the next field
     products_seconds: float = 0.0  # a step's products, each alone
 
 
@@ -135,7 +134,7 @@ def main(argv: list[str]) -> None:
 
 
 def rivals(dtype: str, has_transformers: bool) -> dict[str, Callable]:
-    """Return {name: its measure} of the rivals in a dtype."""
+    """Return {name: measuring function} of the rivals in a dtype."""
     measures: dict[str, Callable] = {}
     if has_transformers:
         measures['transformers'] = functools.partial(measure_transformers, 'float32')
@@ -144,12 +143,12 @@ def rivals(dtype: str, has_transformers: bool) -> dict[str, Callable]:
             measures['transformers, bfloat16 weights'] = weights
     if FLAGS.t5x:
         measures['T5X'] = functools.partial(measure_t5x, FLAGS.t5x_python, FLAGS.t5x)
-    named: dict[str, Callable] = {}
+    contenders: dict[str, Callable] = {}
     for name, measure in measures.items():
-        named[name] = functools.partial(measure, False)
+        contenders[name] = functools.partial(measure, False)
         if os.environ.get(process.VARIABLE) == process.SETTING:
-            named[f'{name}, huge pages'] = functools.partial(measure, True)
-    return named
+            contenders[f'{name}, huge pages'] = functools.partial(measure, True)
+    return contenders
 
 
 def print_rows(trial: Trial, measurements: Mapping[str, Sequence[Measurement]]) -> None:
@@ -203,7 +202,7 @@ def write_vocabulary(trial: Trial) -> None:
 
 
 def measure_ours(trial: Trial) -> Measurement:
-    """Measure what loop.take_steps does between two lines of metrics."""
+    """Measure the work of loop.take_steps between two lines of metrics."""
     jax.config.update('jax_platforms', 'cuda' if trial.device == 'gpu' else 'cpu')
     compilation_cache.use()
     config = config_of(trial)

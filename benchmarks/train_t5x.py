@@ -1,6 +1,6 @@
 """The train step of T5X, which benchmarks/train.py compares with ours.
 
-Has a process of its own, because T5X needs packages that this program does not: flax, Gin, SeqIO, CLU, TensorFlow.
+Runs in a separate process, because T5X needs other packages: flax, Gin, SeqIO, CLU, TensorFlow.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ SIZES += ('num_encoder_layers', 'num_decoder_layers', 'dropout_rate', 'dtype')
 
 
 class Absent(types.ModuleType):
-    """A stand-in for AirIO, which no package index has. T5X asks only whether something is one of its classes."""
+    """A stand-in for AirIO, which no package index has. T5X only checks for instances of its classes."""
 
     def __getattr__(self, name: str) -> type:
         return type(name, (), {})
@@ -33,8 +33,8 @@ def make_trainer(
 ) -> Any:
     """Return the Trainer of the T5X in the folder `checkout`, with the Adafactor of its recipes.
 
-    `sizes`: settings of its T5Config; `batch`: one like those that it will get; `learning_rate`: arguments of
-    its scheduler.
+    `sizes`: settings of its T5Config; `batch`: an example of its batches; `learning_rate`: arguments of its
+    scheduler.
     """
     sys.path.insert(0, checkout)
     if importlib.util.find_spec('airio') is None:

@@ -1,6 +1,6 @@
 """The train step of transformers, which benchmarks/train.py measures against ours.
 
-Has a process without JAX: torch.compile looks into all modules, and some of Haiku's cannot be opened.
+Runs in a process without JAX: torch.compile inspects all modules, and fails for some of Haiku's.
 """
 
 import json

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-NUM_CALLS = 5  # of `fastest_seconds`
+NUM_CALLS = 5  # timed by `fastest_seconds`
 
 
 def print_conditions(*packages: str) -> list[str]:
@@ -28,14 +28,14 @@ def print_conditions(*packages: str) -> list[str]:
     print(f'{", ".join(versions)}; {cores}', flush=True)
     if missing:
         names = ', '.join(missing)
-        print(f'Not installed: {names}. The docstring of the script says what to install.')
+        print(f'Not installed: {names}. The docstring of the script has the commands.')
     return missing
 
 
 def output_of(
     python: str, file: str, arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> Any:
-    """Return the JSON that a program of this folder prints last, run with a Python of a rival."""
+    """Run a program of this folder with the Python `python`; return the JSON that it prints last."""
     done = subprocess.run(
         [python, Path(__file__).with_name(file), json.dumps(arguments)],
         check=True,
@@ -56,7 +56,7 @@ def in_new_process(function: Callable, *arguments: Any) -> Any:
 def take_turns(
     contenders: Mapping[str, Callable], num_rounds: int, *arguments: Any
 ) -> dict[str, list[Any]]:
-    """Return the result of each contender in each round. Each one gets a new process."""
+    """Return the results of each contender, one per round. Each measurement gets a new process."""
     measurements: dict[str, list[Any]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
         for name, measure in contenders.items():

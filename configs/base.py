@@ -1,4 +1,4 @@
-"""Every setting, once, with its unit, its default and the values that it may have.
+"""Every setting, once, with its unit, default and allowed values.
 
 The other configs start from `get_config` and change values. The defaults are T5X's pretraining run
 (t5x/configs/runs/pretrain.gin) of T5 1.1 small. `python main.py --help` prints all settings.
@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
 
 
 def take_defaults(group: ConfigDict) -> None:
-    """Replace each Setting of a group by its default."""
+    """Replace each Setting of a group with its default."""
     for name, value in group.items():
         if isinstance(value, ConfigDict):
             take_defaults(value)
@@ -47,7 +47,7 @@ def take_defaults(group: ConfigDict) -> None:
 
 
 def settings() -> ConfigDict:
-    """Return all settings: a Setting, or its default alone for any value of the same type.
+    """Return all settings: a Setting, or only its default if any value of the same type is allowed.
 
     data.task, data.metrics, optimizer.name, learning_rate.factors and model.mlp_activations are checked
     by the modules that define their names.
@@ -125,11 +125,11 @@ def settings() -> ConfigDict:
     # pack_prefix_lm_encoder_decoder, lm, full_lm, ul2. data.targets makes it text_to_text.
     config.data.task = 'span_corruption'
     # A Python file of your own, as a path or as its name in the current folder, with a list TASKS of
-    # tasks.Task and tasks.Mixture. A row that has the name of one of ours takes its place.
+    # tasks.Task and tasks.Mixture. An entry with the name of one of ours replaces it.
     config.data.module = ''
-    # Folders of SeqIO task caches, separated by commas; data.task is looked for in them.
+    # Folders of SeqIO task caches, separated by commas, in which to look for data.task.
     config.data.cache_dirs = ''
-    # Whether data.task is read from its cache: yes, no, or auto, if there is one.
+    # Whether data.task is read from its cache: yes, no, or auto (if it has one).
     config.data.use_cached = Setting('auto', choices=('auto', 'yes', 'no'))
     # Files for training: globs, separated by commas. Each line is a record: a JSON object in files
     # named .json, .jsonl or .ndjson, a row in .parquet and in .csv and .tsv, whose first row names
@@ -142,24 +142,23 @@ def settings() -> ConfigDict:
     # Files of the split test, in the same form, for --split=test and infer_eval.split=test. Training
     # reads none of their records.
     config.data.test_files = ''
-    # How all of these files are read, whatever their names: text, jsonl, csv, tsv or parquet. '' goes
-    # by the endings of their names. --input is also read so, whatever the run's files were.
+    # Format of all these files, whatever their names: text, jsonl, csv, tsv or parquet. '' goes by the
+    # extensions of their names. It also applies to --input, whatever the run's files were.
     config.data.kind = Setting('', choices=('', 'text', 'jsonl', 'csv', 'tsv', 'parquet'))
     # The character between the columns of tables, .csv and .tsv, such as ';', or tab: fields are then
-    # quoted as in CSV. '' is a comma in .csv; it is a tab in .tsv, where quotes are a part of the text.
-    # --input is also read so, whatever the run's files were.
+    # quoted as in CSV. '' is a comma in .csv, and a tab in .tsv, where quotes are part of the text.
+    # It also applies to --input, whatever the run's files were.
     config.data.delimiter = ''
-    # In place of files: a data set that TFDS prepared, NAME[/CONFIG][:VERSION] as in
-    # 'glue/cola:2.0.0', by default the newest version. Several, separated by commas, have
-    # the same features.
+    # Instead of files: a data set prepared by TFDS, NAME[/CONFIG][:VERSION] as in 'glue/cola:2.0.0', by
+    # default the newest version. Several, separated by commas, must have the same features.
     config.data.tfds = ''
     # Folder of prepared TFDS data sets. '' is $TFDS_DATA_DIR, or ~/tensorflow_datasets.
     config.data.tfds_dir = ''
     # Split of data.tfds for training, as TFDS writes it: 'train', 'train[:90%]',
-    # 'train[100:200]+test'. Another one than 'train' takes the place of a named task's split.
+    # 'train[100:200]+test'. A split other than 'train' replaces a named task's split.
     config.data.train_split = 'train'
-    # Split of data.tfds for validation; 'none' for none. '' is the split of a named task, else the split
-    # validation or, if there is none, holds out validation_fraction of data.train_split.
+    # Split of data.tfds for validation; 'none' for none. '' is a named task's split, else the split
+    # validation; if there is none, validation_fraction of data.train_split is held out.
     config.data.validation_split = ''
     # Field of a JSON object, column of a table, or feature of data.tfds that holds the text of a
     # document; 'meta/text' is within a field.
@@ -171,24 +170,24 @@ def settings() -> ConfigDict:
     # Text to text: the targets, as in '{answer}'. '' trains data.task on documents.
     config.data.targets = ''
     # Text to text, instead of data.targets: a list of right answers, as '{answers/text}', or a text. An
-    # empty list stands for the empty answer. Each metric of data.metrics takes the best of them, and
-    # training one (data.target_choice).
+    # empty list stands for the empty answer. Each metric of data.metrics uses the best of them; training
+    # uses one (data.target_choice).
     config.data.references = ''
-    # Which of several references are the targets of an example in training: the first, or a random one in
-    # each epoch. Also of an own task whose examples have 'references'. Validation takes the first.
+    # Which of several references becomes the targets in training: the first, or a random one in each
+    # epoch. It also applies to your own tasks with 'references'. Validation uses the first.
     config.data.target_choice = Setting('first', choices=('first', 'random'))
-    # Text to text: the weight of an example, a number of 0 or more as in '{weight}', which multiplies the
-    # loss of each of its tokens. loss.loss_normalizing_factor=NUM_REAL_TARGET_TOKENS divides by the sum
-    # of the weights of all tokens. Validation losses are also weighted; task metrics are not.
+    # Text to text: the weight of an example, as in '{weight}': a number of 0 or more that multiplies the
+    # loss of its tokens. loss.loss_normalizing_factor=NUM_REAL_TARGET_TOKENS divides by the sum of the
+    # weights of all tokens. Validation losses are also weighted; task metrics are not.
     config.data.weight = ''
-    # Task metrics of data.targets, separated by commas: accuracy (the whole text is right), bleu,
+    # Task metrics of data.targets, separated by commas: accuracy (the complete text is right), bleu,
     # rouge, and squad (exact match and F1 of words; an empty answer is right where the targets are
-    # empty, as in SQuAD 2.0). bleu and rouge find words as in T5, bleu:NAME and rouge:NAME with a
+    # empty, as in SQuAD 2.0). bleu and rouge split words as in T5, bleu:NAME and rouge:NAME with a
     # tokenizer of sacrebleu: bleu:zh, bleu:ja-mecab, rouge:char.
     # infer_eval.every_steps or --mode=evaluate computes them.
     config.data.metrics = ''
-    # True accepts empty targets, as of a question without an answer: such targets are EOS alone.
-    # False takes a record with empty targets for a bad line.
+    # True accepts empty targets, such as for a question without an answer: they become EOS.
+    # False treats a record with empty targets as a bad line.
     config.data.allow_empty_targets = False
     # What to do with a line that cannot be read: stop the run, or skip the line.
     config.data.on_bad_line = Setting('stop', choices=('stop', 'skip'))
@@ -202,12 +201,11 @@ def settings() -> ConfigDict:
     # Sentinels: the ids that replace noise spans. A SentencePiece model with pieces <extra_id_N> has its
     # own, whatever this number.
     config.data.extra_ids = Setting(100, Range(0, 100_000))
-    # Pieces of the vocabulary that are the sentinels instead, from 0 on, as '<unused{}>'. '' takes
-    # <extra_id_N>.
+    # Pieces of the vocabulary to use as sentinels, numbered from 0, as '<unused{}>'. '' uses <extra_id_N>.
     config.data.sentinels = ''
-    # Tokens that the vocabulary gets after all of its ids and that are never split, such as ('<sep>',
-    # '<cls>'); the name of a .txt file stands for its lines. A model.vocab_size above the rows of
-    # restore.path starts the new rows at the mean of the others.
+    # Tokens to add after all ids of the vocabulary, which are never split, such as ('<sep>', '<cls>'); the
+    # name of a .txt file stands for its lines. If model.vocab_size is above the rows of restore.path, the
+    # new rows start at the mean of the others.
     config.data.added_tokens = ()
     # Tokens per row of a batch.
     config.data.lengths = ConfigDict()
@@ -215,16 +213,16 @@ def settings() -> ConfigDict:
     config.data.lengths.inputs = Setting(512, SIZE)
     # Tokens of the targets of each row.
     config.data.lengths.targets = Setting(114, SIZE)
-    # Packing of examples that share a row: tightly, greedily (as SeqIO), or no.
+    # How examples are packed into rows: tightly, greedily (as in SeqIO), or no.
     config.data.pack = Setting('tightly', choices=('no', 'greedily', 'tightly'))
-    # Whether documents are concatenated before they are cut into rows: yes, no, or auto, as in T5: all
-    # objectives but prefix_lm, deshuffling and principle_sentences do.
+    # Whether documents are concatenated before they are cut into rows: yes, no, or auto, as in T5: yes for
+    # all objectives except prefix_lm, deshuffling and principle_sentences.
     config.data.concatenate = Setting('auto', choices=('auto', 'yes', 'no'))
-    # Fraction of the tokens that is noise, of span corruption and where each token is noise alone.
+    # Fraction of the tokens that is noise, for span corruption and for noise drawn token by token.
     config.data.noise_density = Setting(0.15, Range(0, 1, without=(0, 1)))
-    # Mean number of tokens of a noise span, of span corruption.
+    # Mean number of tokens of a noise span, for span corruption.
     config.data.mean_noise_span_length = Setting(3.0, SIZE)
-    # The sentences of a text that are targets, of principle_sentences. The defaults are LongT5's.
+    # The choice of target sentences, for principle_sentences. The defaults are LongT5's.
     config.data.sentences = ConfigDict()
     # Largest share of a text's sentences.
     config.data.sentences.ratio = Setting(0.2, FRACTION)
@@ -234,17 +232,17 @@ def settings() -> ConfigDict:
     config.data.sentences.noise = Setting(0.04, FRACTION)
     # Probability that a sentence of the targets also stays in the inputs.
     config.data.sentences.kept = Setting(0.1, FRACTION)
-    # Processes that make batches ahead of training, each some of the rows; the batches are the same.
+    # Processes that make batches ahead of training, each some of the rows, without changing the batches.
     # 0 makes them in a thread of the training process.
     config.data.num_workers = Setting(0, Range(0, 1024))
-    # Fraction of the documents that is held out for validation, chosen by a hash of their text.
+    # Fraction of the documents held out for validation, chosen by a hash of their text.
     config.data.validation_fraction = Setting(0.01, BELOW_ONE)
 
     # The loss.
     config.loss = ConfigDict()
     # Weight of the penalty log(Z)^2, which keeps the logits small.
     config.loss.z_loss = Setting(1e-4, NOT_NEGATIVE)
-    # Probability that is spread over all tokens but the target.
+    # Probability spread over all tokens except the target.
     config.loss.label_smoothing = Setting(0.0, BELOW_ONE)
     # Divisor of the summed loss: '' (no division), a number, NUM_REAL_TARGET_TOKENS,
     # NUM_TOTAL_TARGET_TOKENS or AVERAGE_PER_SEQUENCE.
@@ -276,17 +274,17 @@ def settings() -> ConfigDict:
     # Fraction of each parameter that decays per step, not multiplied by the learning rate. 0 for
     # none.
     config.optimizer.weight_decay_rate = Setting(0.0, FRACTION)
-    # Regular expression of the paths of the parameters that are trained, as model-info.txt has them;
-    # the others are frozen: '(?!encoder/).+' freezes the encoder, and 'decoder/.+' the embedding as well,
-    # which saves the whole backward pass of the encoder. '' trains all parameters, or with
-    # model.lora_rank the adapters alone. For any optimizer.
+    # Regular expression of the paths, as in model-info.txt, of the parameters to train; the others are
+    # frozen: '(?!encoder/).+' freezes the encoder; 'decoder/.+' also freezes the embedding, which saves
+    # the entire backward pass of the encoder. '' trains all parameters, or with model.lora_rank only the
+    # adapters. For any optimizer.
     config.optimizer.trainable = ''
-    # Largest norm of the whole gradient; 0 for none. For any optimizer.
+    # Largest global norm of the gradient; 0 for no limit. For any optimizer.
     config.optimizer.global_norm_clip_threshold = Setting(0.0, NOT_NEGATIVE)
     # Decay of an exponential moving average of the parameters, such as 0.999. Validation losses, task
     # metrics and infer.load use the average. 0 for none. For any optimizer.
     config.optimizer.ema_decay = Setting(0.0, BELOW_ONE)
-    # AdamW, also as a part of muon. Muon shares the parameter's scale and the weight decay.
+    # AdamW, also as part of muon. Muon shares the parameter's scale and the weight decay.
     config.optimizer.adamw = ConfigDict()
     # Decay of the first moments.
     config.optimizer.adamw.beta1 = Setting(0.9, BELOW_ONE)
@@ -296,8 +294,8 @@ def settings() -> ConfigDict:
     config.optimizer.adamw.weight_decay = Setting(0.0001, FRACTION)
     # False leaves the scales of norms and the relative position biases out of this decay.
     config.optimizer.adamw.decay_norms = True
-    # True scales an update by the root mean square of its parameter, at least 1e-3 (nanoT5), and the rates of
-    # Adafactor suit it, such as 0.02.
+    # True scales an update by the root mean square of its parameter, at least 1e-3 (nanoT5). Use Adafactor's
+    # learning rates, such as 0.02.
     config.optimizer.adamw.multiply_by_parameter_scale = False
     # Added to the root of the second moments.
     config.optimizer.adamw.epsilon = Setting(1e-8, NOT_NEGATIVE)
@@ -324,34 +322,34 @@ def settings() -> ConfigDict:
 
     # Training.
     config.train = ConfigDict()
-    # Step at which the run ends. The steps of a checkpoint that the run starts from count.
+    # Step at which the run ends, including the steps of a checkpoint that it starts from.
     config.train.steps = Setting(100_000, STEPS)
-    # Steps that the run takes beyond the step of the checkpoint it starts from, instead of train.steps.
-    # 0 for train.steps.
+    # Steps to take beyond the checkpoint that the run starts from, instead of train.steps. 0 for
+    # train.steps.
     config.train.relative_steps = Setting(0, STEPS_OR_NONE)
-    # Passes over the examples of a task, after which the run ends even before train.steps. 0 for any
-    # number.
+    # Passes over the examples of a task, after which the run ends even before train.steps. 0 for no
+    # limit.
     config.train.epochs = Setting(0, STEPS_OR_NONE)
-    # Evaluations without a better save.best_metric after which the run ends. 0 for any number.
+    # Evaluations without a better save.best_metric after which the run ends. 0 for no limit.
     config.train.early_stopping = Setting(0, STEPS_OR_NONE)
-    # What to do about a step whose loss, gradient, update or optimizer state is not finite: stop the run, or
-    # skip the step, which leaves parameters and optimizer state as they were.
+    # What to do if the loss, gradient, update or optimizer state of a step is not finite: stop the run, or
+    # skip the step, which leaves parameters and optimizer state unchanged.
     config.train.on_not_finite = Setting('stop', choices=('stop', 'skip'))
-    # Such steps that a run may skip in its life. After these it stops.
+    # Number of such steps that a run may skip in total before it stops.
     config.train.max_not_finite = Setting(10, STEPS)
     # Whether to skip a spike, a step whose loss or gradient norm is far above its mean: no or skip.
     config.train.on_spike = Setting('no', choices=('no', 'skip'))
     # Standard deviations above the mean at which a spike begins.
     config.train.spike_sigma = Setting(6.0, POSITIVE)
-    # Last steps, without skipped ones, of mean and deviation. The first spike may come after half as many.
-    # The run stops after this many spikes in succession.
+    # Number of last steps, without skipped ones, for mean and deviation. The first spike may come after half
+    # as many. The run stops after this many spikes in succession.
     config.train.spike_window = Setting(128, WINDOW)
     # Rows of the global batch, over all devices.
     config.train.batch_size = Setting(128, SIZE)
     # Microbatches per step: a number, or auto for as few as fit into memory.
     config.train.num_microbatches = 'auto'
-    # Dtype in which devices add up the gradients of what mesh.fsdp splits: float32, or bfloat16, which
-    # sends half the bytes.
+    # Dtype in which devices sum the gradients of parameters split over mesh.fsdp: float32, or bfloat16,
+    # which sends half the bytes.
     config.train.gradient_dtype = Setting('float32', choices=('float32', 'bfloat16'))
 
     # Validation.
@@ -361,7 +359,7 @@ def settings() -> ConfigDict:
     # Batches per evaluation, of each task.
     config.eval.steps = Setting(20, STEPS)
 
-    # How answers are decoded. By default an answer has the most likely token at each position.
+    # How answers are decoded. By default, each token is the most likely one.
     config.decode = ConfigDict()
     for name, setting in options.SETTINGS.items():
         config.decode[name] = setting
@@ -369,22 +367,21 @@ def settings() -> ConfigDict:
     # A Python file of your own, as a path or as its name in the current folder, with a function
     # filters(vocabulary) that returns a list of filters: see decode.py, `filtered`.
     config.decode.module = ''
-    # Examples that are decoded or scored at once, where there are many.
+    # Examples decoded or scored at once, if there are many.
     config.decode.batch_size = Setting(32, SIZE)
 
     # Task metrics: of the model's answers to the inputs of a split, or of its scores.
     config.infer_eval = ConfigDict()
     # Steps between them. The last step is always evaluated. 0 for none.
     config.infer_eval.every_steps = Setting(0, STEPS_OR_NONE)
-    # Tasks and mixtures, separated by commas; of a mixture each task that has metrics. '' is
-    # data.task.
+    # Tasks and mixtures, separated by commas; a mixture stands for its tasks with metrics. '' is data.task.
     config.infer_eval.task = ''
     # Split: train, validation or test.
     config.infer_eval.split = Setting('validation', choices=('train', 'validation', 'test'))
     # Examples per batch. The choices of a ranked task count.
     config.infer_eval.batch_size = Setting(32, SIZE)
-    # Examples of each task, the first ones; where choices are ranked, also all choices of the last input.
-    # 0 for all.
+    # Number of examples of each task, from the first on; if choices are ranked, also all choices of the
+    # last input. 0 for all.
     config.infer_eval.num_examples = Setting(0, STEPS_OR_NONE)
 
     # Metrics.
@@ -396,10 +393,10 @@ def settings() -> ConfigDict:
     config.save = ConfigDict()
     # Steps between checkpoints. The last step is always saved.
     config.save.every_steps = Setting(1000, STEPS)
-    # Number of checkpoints that are kept: the newest ones, or with best_metric the best ones, and the
-    # newest in any case. 0 for all.
+    # Number of checkpoints to keep: the newest ones, or with best_metric the best ones and always the
+    # newest. 0 for all.
     config.save.keep = Setting(0, STEPS_OR_NONE)
-    # The metric that tells which checkpoint is the best, as in metrics.jsonl: RUN/NAME, such as
+    # The metric that determines the best checkpoint, as in metrics.jsonl: RUN/NAME, such as
     # training_eval/TASK/loss or inference_eval/TASK/accuracy. '' for none.
     config.save.best_metric = ''
     # Which values of it are better: higher or lower.
@@ -414,14 +411,14 @@ def settings() -> ConfigDict:
     config.restore = ConfigDict()
     # Any checkpoint that infer.load opens, such as hf://google/flan-t5-small. '' for initial parameters.
     config.restore.path = ''
-    # Regular expression of the paths to restore. 'target/.*' restores the parameters alone and
-    # starts at step 0.
+    # Regular expression of the paths to restore. 'target/.*' restores only the parameters and starts at
+    # step 0.
     config.restore.only = '.*'
-    # False restores the arrays that model and checkpoint share, and lists the rest. True demands equal
+    # False restores the arrays that model and checkpoint share, and lists the others. True requires equal
     # trees.
     config.restore.strict = True
-    # Dtype that restored parameters are rounded to: float32, bfloat16, float16, or '' for the
-    # stored dtype.
+    # Dtype to which restored parameters are rounded: float32, bfloat16, float16, or '' for the stored
+    # dtype.
     config.restore.dtype = Setting('float32', choices=('float32', 'bfloat16', 'float16', ''))
     # Dtype of parameters that are not trained (optimizer.trainable, model.lora_rank, prompts), in memory
     # and in checkpoints: bfloat16, or '' for float32.
@@ -429,11 +426,11 @@ def settings() -> ConfigDict:
 
     # Devices per axis of the mesh. -1 takes the remaining devices. The batch is split over data * fsdp.
     config.mesh = ConfigDict()
-    # Number of devices that the batch alone is split over: each group of them has all parameters.
+    # Number of groups of devices over which only the batch is split: each group has all parameters.
     config.mesh.data = Setting(-1, DEVICES)
-    # Number of devices that also split parameters and optimizer state. They are gathered where
-    # they are used: one layer at a time with model.remat and model.scan_layers.
+    # Number of devices that also split parameters and optimizer state. Parameters are gathered where they
+    # are used: one layer at a time with model.remat and model.scan_layers.
     config.mesh.fsdp = Setting(1, DEVICES)
-    # Number of devices that heads, MLP and vocabulary are split over.
+    # Number of devices over which heads, MLP and vocabulary are split.
     config.mesh.model = Setting(1, DEVICES)
     return config

@@ -5,7 +5,7 @@
 Reproduces: the pretraining of Xue et al. 2022 on bytes. Noise spans have 20 bytes, there are three
 encoder layers per decoder layer, and the highest bytes are the sentinels. To fine-tune, use dropout
 0.1 and the same divisor of the loss; tasks/mt5.py has the tasks and their lengths.
-Data: as of mt5.py, under the name byt5_mc4.
+Data: as in mt5.py, under the name byt5_mc4.
 T5X: t5x/examples/t5/byt5/SIZE.gin with t5x/configs/runs/pretrain.gin.
 Checkpoints: gs://t5-data/pretrained_models/t5x/byt5_SIZE/checkpoint_1000000.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.

@@ -27,7 +27,7 @@ SLOT = re.compile(r'|\{([^{}]|\{[^{}]*\})+\}')
 
 
 class Needs(NamedTuple):
-    """Settings that act only with another one."""
+    """Settings that have an effect only with another one."""
 
     setting: str
     any_of: tuple[str, ...]  # one of these values is needed; () for any but '', 0 and False
@@ -51,7 +51,7 @@ ADAFACTOR = (
     'optimizer.beta1',
     'optimizer.weight_decay_rate',
 )
-# A dependent that is given on the command line without the other one is refused: it has no effect.
+# A dependent on the command line without the other one is refused: it has no effect.
 NEEDS = (
     Needs('model.lora_rank', (), ('model.lora_alpha', 'model.lora_targets')),
     Needs('train.on_spike', ('skip',), ('train.spike_sigma', 'train.spike_window')),
@@ -111,22 +111,22 @@ def check_effects(tree: ConfigDict, given: Collection[str]) -> None:
     """Refuse settings `given` on the command line that have no effect in the tree of all settings."""
     values = dict(leaves(tree))
     for setting, any_of, dependents in NEEDS:
-        needed = setting
+        condition = setting
         acts = bool(values[setting])
         if any_of:
-            needed = f'{setting}={" or ".join(map(repr, any_of))}'
+            condition = f'{setting}={" or ".join(map(repr, any_of))}'
             acts = values[setting] in any_of
         for key in dependents:
             if key in given and not acts and values[key] != declared()[key].default:
                 raise Refused(
-                    f'{key}={values[key]!r} has no effect without {needed}: also set that'
+                    f'{key}={values[key]!r} has no effect without {condition}: also set that'
                 )
 
 
 def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
-    """Set the options of own files among the settings `values`, {'seed': value}.
+    """Set the options of users' files among the settings `values`, {'seed': value}.
 
-    They may be new ones, and texts for numbers: formats/own_model.py checks them.
+    Names may be new, and numbers may be texts: formats/own_model.py checks them.
     """
     for key, value in values.items():
         if key.startswith(OPTIONS):
@@ -137,7 +137,7 @@ def set_options(config: ConfigDict, values: Mapping[str, Value]) -> None:
 
 
 def read_stored(folder: paths.AnyPath) -> dict[str, Any]:
-    """Return the config.json of a run or checkpoint of ours; {} where there is none. It may have other settings."""
+    """Return the config.json of a run or checkpoint of ours, {} if there is none. It may have other settings."""
     file = folder / 'config.json'
     if not paths.is_file(file):
         return {}
@@ -165,15 +165,15 @@ def describe() -> str:
     comment: list[str] = []
     for line in inspect.getsource(base.settings).splitlines():
         line = line.strip()
-        assigned = re.match(r'config\.([\w.]+) = ', line)
+        assignment = re.match(r'config\.([\w.]+) = ', line)
         if line.startswith('# '):
             comment.append(line.removeprefix('# '))
-        elif assigned and comment:
-            if assigned[1] in declared():
-                lines += describe_setting(assigned[1], *comment)
+        elif assignment and comment:
+            if assignment[1] in declared():
+                lines += describe_setting(assignment[1], *comment)
             else:
                 lines += ['', *comment]
-            if assigned[1] == 'decode':
+            if assignment[1] == 'decode':
                 for name in options.SETTINGS:
                     lines += describe_setting(f'decode.{name}', options.OPTIONS[name]['help'])
             comment = []

@@ -12,12 +12,12 @@ lengths.
 Steps: 20,000 beyond the checkpoint's. T5X counts them from the first step of pretraining:
 --config.train.relative_steps=0 --config.train.steps=1020000.
 The divisor of the loss is the one of the model's pretraining, batch size times target length, as T5X's
-documentation asks: 233472 of t5 and t5_1_1, 262144 of t5_1_1_lm and flan_t5, 234496 of mt5, 193536 of
+documentation asks: 233472 for t5 and t5_1_1, 262144 for t5_1_1_lm and flan_t5, 234496 for mt5, 193536 for
 byt5; umt5 divides by the number of targets.
-Lengths (data.lengths) of inputs and targets that T5 uses: 512 and 84 for GLUE, 512 and 62 for
+T5's lengths of inputs and targets (data.lengths): 512 and 84 for GLUE, 512 and 62 for
 SuperGLUE, 512 and 97 for SQuAD, 512 and 512 for CNN/DailyMail and WMT, 1024 and 256 for T0.
 T5X: t5x/configs/runs/finetune.gin with the model's gin.
-Checkpoints: those in the docstrings of the models' configs.
+Checkpoints: see the docstrings of the models' configs.
 Hardware and time: T5 1.1 base takes a GPU or a TPU host; tests check names and settings.
 Number to expect: T5 (Raffel et al. 2020) Table 14 has the scores of the fine-tuned models.
 """

@@ -1,4 +1,4 @@
-"""Fine-tunes what tiny.py leaves: the body of a docstring is the input, its summary the target.
+"""Fine-tunes the model of tiny.py: the body of a docstring is the input, its summary the target.
 
     python main.py --config=configs/tiny.py
     python main.py --config=configs/finetune_pydoc.py
@@ -9,7 +9,7 @@ pretraining either. From scratch: --config.restore.path='' --config.data.vocabul
 --workdir=runs/from_scratch.
 T5X: the settings of t5x/configs/runs/finetune.gin, with a larger learning rate for a small model.
 Hardware and time: two CPU cores, two to four minutes.
-Number to expect: a validation loss on text tokens lower than from scratch; docs/results.md has both.
+Number to expect: a lower validation loss on text tokens than from scratch; docs/results.md has both.
 """
 
 from configs import tiny

@@ -11,7 +11,7 @@ Data: a line is {"inputs": "...", "targets": "..."}. For other names use data.in
 such as --config.data.inputs='{instruction} {input}' --config.data.targets='{output}'. Without
 validation_files a tenth of the lines is held out.
 Metrics: exact match (accuracy) and ROUGE; data.metrics names others.
-Checkpoints and vocabulary: as in configs/flan_t5.py; a folder of Hugging Face does as well.
+Checkpoints and vocabulary: as in configs/flan_t5.py, or a Hugging Face folder.
 T5X: the model is t5x/examples/t5/t5_1_1/SIZE.gin. The gin of the run is not published.
 Hardware and time: base takes 6.1e13 FLOPs a step, 0.6 s on a GPU that sustains 100 TFLOP/s.
 Number to expect: depends on your data; the validation loss begins at the checkpoint's.

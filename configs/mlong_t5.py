@@ -8,7 +8,7 @@ Flaxformer: t5x/configs/longt5/models/mlongt5_transient_global_SIZE.gin.
 Checkpoints: gs://t5-data/pretrained_models/t5x/mlongt5/tglobal_SIZE; on Hugging Face's hub
 agemagician/mlong-t5-tglobal-SIZE.
 Vocabulary: gs://t5-data/vocabs/umt5.256000/sentencepiece.model, to which 300 sentinels are added.
-Hardware and time: as configs/long_t5.py.
+Hardware and time: as for configs/long_t5.py.
 Number to expect: not measured.
 """
 

@@ -5,9 +5,8 @@
 Reproduces: the pretraining of Xue et al. 2021, span corruption on mC4. Its languages are drawn by
 their numbers of documents to the power of 0.3. To fine-tune, use dropout 0.1 and the same divisor of
 the loss; tasks/mt5.py has the tasks and their lengths.
-Data: TFDS's c4/multilingual:3.0.1 in data.tfds_dir, prepared with all 107 languages. Of others, write
-a mixture into data.module. For files, use --config.data.task=span_corruption
---config.data.files=GLOB.
+Data: TFDS's c4/multilingual:3.0.1 in data.tfds_dir, prepared with all 107 languages. For others, write
+a mixture in data.module. For files, use --config.data.task=span_corruption --config.data.files=GLOB.
 T5X: t5x/examples/t5/mt5/SIZE.gin with t5x/configs/runs/pretrain.gin.
 Checkpoints: gs://t5-data/pretrained_models/t5x/mt5_SIZE/checkpoint_1000000 and, LM-adapted,
 mt5_lm_adapted/SIZE/checkpoint_1100000.

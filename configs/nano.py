@@ -8,7 +8,7 @@ Reproduces: the best cell of nanoT5's README (Nawrot 2023), nanoT5/configs/defau
 128 rows, updates in proportion to their parameters, a cosine from 0.02, no dropout, no z-loss. Its README
 also has Adafactor with this cosine (1.993 nats) and without (1.995).
 Differs from nanoT5: its rate ends at 1e-5, ours is cut off there; it adds epsilon before it corrects the
-bias of the second moments, which shows in the first hundred steps.
+bias of the second moments, which has an effect in the first hundred steps.
 Data: C4 as JSON Lines. The run reads 4.8e9 tokens, some 30 of the 1,024 files, 10 GB.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
 Hardware and time: a step takes 5.5e13 FLOPs, the run 3.6e18: five hours on a GPU that sustains 200 TFLOP/s

@@ -6,14 +6,14 @@
 
 Reproduces: Lester et al. 2021 (§3): a prompt of 100 vectors before the inputs of an LM-adapted T5 1.1, one for each
 task of SuperGLUE; 30,000 steps of batches of 32 examples, a constant learning rate of 0.3, Adafactor without
-parameter scale and with weight decay 1e-5. The names of the classes begin the prompt (model.options.texts), frequent
-pieces of the vocabulary the rest of it. All checkpoints are kept, a prompt each: the paper takes the best one.
-prompt_tuning.py:tiny learns one for the model that tiny.py leaves in runs/tiny, from a CSV as in qa_csv.py.
-Checkpoints: as in t5_1_1_lm.py. The models of finetune.py do as well.
+parameter scale and with weight decay 1e-5. The prompt starts as the names of the classes (model.options.texts), then
+frequent pieces of the vocabulary. All checkpoints are kept, a prompt each: the paper takes the best one.
+prompt_tuning.py:tiny learns a prompt for the model of tiny.py in runs/tiny, from a CSV as in qa_csv.py.
+Checkpoints: as in t5_1_1_lm.py, or a model of finetune.py.
 T5X: google-research/prompt-tuning adds prompts to T5X.
 Hardware and time: forward and backward pass take the FLOPs of fine-tuning on longer inputs, without its memory for
 gradients and optimizer state.
-Number to expect: Lester et al. 2021, Figure 1: as with fine-tuning for XXL, less for smaller models.
+Number to expect: Lester et al. 2021, Figure 1: equal to fine-tuning for XXL, lower for smaller models.
 """
 
 from configs import finetune, qa_csv

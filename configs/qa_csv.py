@@ -6,17 +6,17 @@
 
 Reproduces: the extractive question answering of many Hugging Face posts: the question, a newline and the
 context are the inputs, the answer is the target; three epochs, then exact match and F1 in
-inference_eval/text_to_text-metrics.jsonl. More devices take their parts of each batch by themselves.
-qa_csv.py:tiny fine-tunes what tiny.py leaves in runs/tiny: it shows in minutes that all of it works.
+inference_eval/text_to_text-metrics.jsonl. Batches are split over all devices.
+qa_csv.py:tiny fine-tunes the model of tiny.py in runs/tiny: it shows in minutes that everything works.
 Data: columns question, context and answer, which is empty where the context has none, as in SQuAD 2.0.
 Other names: --config.data.inputs='{q} {text}' --config.data.targets='{a}'. JSON Lines, TSV and Parquet
-do as well. Without validation_files a tenth of the rows is held out. A thousand rows or fewer need
+also work. Without validation_files, a tenth of the rows is held out. A thousand rows or fewer need
 more epochs: --config.train.epochs=20.
 Checkpoints: a name on the Hugging Face hub, a folder, T5X or Mesh-TF. T5 and Flan-T5 were trained on SQuAD 1.1.
 T5X: t5x/configs/runs/finetune.gin with batches of 16 packed rows, about 45 questions of SQuAD.
 Hardware and time: SQuAD 2.0 has 130,319 questions, 9,000 steps and 5e16 FLOPs with T5 base: minutes
 on a GPU that sustains 100 TFLOP/s. `tiny` and 20 epochs of 200 rows: a minute or two on two CPU cores.
-Number to expect: on SQuAD 2.0's validation set exact match 77.64 and F1 81.32 of T5 base (the model card
+Number to expect: T5 base has exact match 77.64 and F1 81.32 on SQuAD 2.0's validation set (the model card
 of mrm8488/t5-base-finetuned-squadv2 on Hugging Face).
 """
 

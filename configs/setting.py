@@ -8,7 +8,7 @@ from messages import Refused
 Value = bool | int | float | str | tuple
 
 INT32_MAX = 2**31 - 1  # steps and token ids are int32
-LARGEST_FLOAT = 1e30  # float32 has no much larger ones
+LARGEST_FLOAT = 1e30  # float32's largest is not much larger
 
 
 class Range(NamedTuple):
@@ -68,7 +68,7 @@ def check_allowed(
     limits: Range | None,
     choices: Collection[Value] | None = None,
 ) -> None:
-    """Refuse a `value` of another type than `default`, or outside of the range or the choices."""
+    """Refuse a `value` that has not the type of `default` or is outside of the range or the choices."""
     if not has_type_of(default, value):
         raise Refused(f'{key}={value!r}: {kind_of(default)}')
     if limits is not None and isinstance(value, int | float) and not limits.holds(value):
@@ -78,7 +78,7 @@ def check_allowed(
 
 
 def kind_of(default: Value) -> str:
-    """Return the rule for the values of a setting, for a message about one that breaks it."""
+    """Return the rule for the type of a setting, for a message about a value that breaks it."""
     example = ('a', 'b') if default == () else default
     return f'must be {KINDS[type(default)]}, such as {example!r}'
 

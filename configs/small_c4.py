@@ -4,8 +4,8 @@
       --config.data.files='hf://datasets/allenai/c4/en/c4-train.*.json.gz' \
       --config.data.validation_files='hf://datasets/allenai/c4/en/c4-validation.*.json.gz'
 
-Data: C4 on the Hugging Face hub. Each shard is fetched once, when a row of the batch comes to it: 305 GB in all. Paths
-of files on a disk or in a bucket do as well.
+Data: C4 on the Hugging Face hub, or paths of files on a disk or in a bucket. Each shard is fetched once, when a row of
+the batch reaches it: 305 GB in all.
 Reproduces: T5X's pretraining run, t5x/configs/runs/pretrain.gin (batch 128, Adafactor, rsqrt
 schedule with 10,000 warm-up steps, z-loss 1e-4, evaluation and saving every 1,000 steps), with the
 model of t5x/examples/t5/t5_1_1/small.gin on c4_v220_span_corruption, 512 and 114 tokens, dropout

@@ -8,8 +8,8 @@ computed at each checkpoint, every 5,000. 20,000 steps come near: --config.train
 Data: TFDS's squad/v1.1:3.0.0 in data.tfds_dir.
 T5X: t5x/configs/runs/finetune.gin with squad_v010_allanswers, lengths 512 and 97.
 Hardware and time: 1.4e19 FLOPs, 19 hours on a GPU that sustains 200 TFLOP/s; 20,000 steps 1.4 hours.
-Number to expect: on the validation set exact match 85.44 and F1 92.08 of the released T5 base (Table
-14), exact match 80.88 of one pretrained without SQuAD (Table 1).
+Number to expect: on the validation set, the released T5 base has exact match 85.44 and F1 92.08 (Table
+14), and one pretrained without SQuAD has exact match 80.88 (Table 1).
 """
 
 from configs import finetune

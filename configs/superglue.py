@@ -10,7 +10,7 @@ Data: TFDS's super_glue/*:1.0.2 and definite_pronoun_resolution:1.1.0 in data.tf
 T5X: t5x/configs/runs/finetune.gin with super_glue_v102_proportional, lengths 512 and 62.
 Hardware and time: 1.3e19 FLOPs, 18 hours on a GPU that sustains 200 TFLOP/s, and the evaluations.
 Number to expect: T5 base, pretrained without SuperGLUE, has 71.36 on average on the validation sets
-(Table 1); the released T5 base 76.2 on the test sets (Table 14).
+(Table 1); the released T5 base has 76.2 on the test sets (Table 14).
 """
 
 from configs import finetune

@@ -6,7 +6,7 @@ Reproduces: the pretraining of Fedus et al. 2022 (Switch Transformers) with span
 set learning_rate.factors=constant, base_learning_rate=0.001, model.dropout_rate=0.1 and
 model.options.expert_dropout_rate=0.4.
 Flaxformer: t5x/configs/moe/models/switch_{base,large,xxl,c}.gin. Its groups of 8,192 tokens may cross
-devices; here the tokens of a row share the places, so that the numbers do not depend on the mesh.
+devices; here the tokens of a row share its places, so that the numbers do not depend on the mesh.
 Experts: over mesh.model, or with model.options.split_experts=fsdp over mesh.fsdp.
 Checkpoints: gs://t5-data/pretrained_models/t5x/moe/switch_classic/{base/e8/checkpoint_500100,
 base/e{16,32,64,128,256}/checkpoint_550000, large/e128/checkpoint_483100, xxl/e128/checkpoint_634600,

@@ -57,7 +57,7 @@ def get_config(model: str = '3b'):
 
 
 def num_rows(num_tokens: int, lengths) -> int:
-    """Return how many rows `num_tokens` are: each counts as its longer side, inputs or targets.
+    """Return the number of rows with `num_tokens`: a row counts as its longer side, inputs or targets.
 
     Source: mesh_tensorflow/transformer/utils.py `compute_batch_size`.
     """
@@ -65,7 +65,7 @@ def num_rows(num_tokens: int, lengths) -> int:
 
 
 def num_microbatches(replicas: str, config) -> int:
-    """Return how many microbatches of TOKENS_PER_MICROBATCH the rows of a replica are."""
+    """Return the number of microbatches of TOKENS_PER_MICROBATCH on a replica."""
     rows_per_microbatch = num_rows(TOKENS_PER_MICROBATCH, config.data.lengths)
     num_all = config.train.batch_size // rows_per_microbatch
     if not replicas.isdecimal() or int(replicas) == 0 or num_all % int(replicas):

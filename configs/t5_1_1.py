@@ -2,14 +2,14 @@
 
     python main.py --config=configs/t5_1_1.py:base --config.data.vocabulary=FILE --config.data.files=GLOB
 
-Reproduces: the pretraining of the released models: gated gelu, embeddings that are not tied, span
-corruption on C4 alone with a batch of 2,048 and without dropout. To fine-tune, use dropout 0.1.
+Reproduces: the pretraining of the released models: gated gelu, untied embeddings, span corruption only on
+C4 with a batch of 2,048 and without dropout. To fine-tune, use dropout 0.1.
 T5X: t5x/examples/t5/t5_1_1/SIZE.gin with t5x/configs/runs/pretrain.gin. The released checkpoints
 were trained with a loss divided by batch size times target length: keep that to fine-tune them.
 Checkpoints: gs://t5-data/pretrained_models/t5x/t5_1_1_SIZE/checkpoint_1000000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
 Hardware and time: a run takes a pod of TPUs; tests check names, shapes and number of parameters.
-Number to expect: see configs/small_c4.py, which is a shorter run.
+Number to expect: see the shorter run configs/small_c4.py.
 """
 
 from configs import base

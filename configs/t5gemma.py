@@ -3,12 +3,12 @@
     python main.py --config=configs/t5gemma.py:2b --config.restore.path=FOLDER --config.data.vocabulary=FOLDER \
       --config.data.files=my.jsonl
 
-The records have the fields inputs and targets, unless data.inputs and data.targets say otherwise. FOLDER is that of
-transformers, of google/t5gemma-{s-s,b-b,l-l,ml-ml,xl-xl,2b-2b,9b-9b,9b-2b}-{ul2,prefixlm}, `-it` too.
-t5gemma.py:small and t5gemma.py:tiny begin from nothing: span corruption with the shapes of small_c4.py and tiny.py, and
-so with their FLOPs.
+The records have the fields inputs and targets, unless data.inputs and data.targets say otherwise. FOLDER is the
+transformers folder of google/t5gemma-{s-s,b-b,l-l,ml-ml,xl-xl,2b-2b,9b-9b,9b-2b}-{ul2,prefixlm}, also with `-it`.
+t5gemma.py:small and t5gemma.py:tiny start from scratch: span corruption with the shapes, and so the FLOPs, of
+small_c4.py and tiny.py.
 
-Reproduces: the models of Zhang et al. 2025 (T5Gemma). How they were trained is not published in numbers.
+Reproduces: the models of Zhang et al. 2025 (T5Gemma). The settings of their training are not published.
 Learning rates: Adafactor's are not multiplied by the parameters' scale here, since norms around 0 would then hardly
 move. 2e-5 is T5X's 0.001 for fine-tuning, times the root mean square of a kernel.
 T5X: none. Sizes: google-deepmind/gemma research/t5gemma/config.py.
@@ -31,14 +31,14 @@ SIZES = {
     '9b': GEMMA_9B,
     '9b_2b': GEMMA_2B,
 }
-# Of encoder and decoder.
+# Encoder, decoder.
 LAYERS = {'s': (8, 8), 'b': (12, 12), 'l': (24, 24), 'ml': (26, 26), 'xl': (24, 24)}
 LAYERS |= {'2b': (26, 26), '9b': (42, 42), '9b_2b': (42, 26)}
 
 
 def get_config(size: str = '2b'):
     if size in ('small', 'tiny'):
-        return from_nothing(size)
+        return from_scratch(size)
     if size not in SIZES:
         raise Refused(f'size {size!r}: use small or tiny, or use one of {", ".join(SIZES)}')
     config = finetune.get_config('t5_1_1:base')
@@ -48,10 +48,9 @@ def get_config(size: str = '2b'):
     config.model.vocab_size = 256_000
     config.model.dropout_rate = 0.0
     config.model.logits_via_embedding = True
-    num_heads = config.model.num_heads
-    config.model.options.num_kv_heads = (
-        num_heads // 2 if '2b' in size or '9b' in size else num_heads
-    )
+    config.model.options.num_kv_heads = config.model.num_heads
+    if '2b' in size or '9b' in size:
+        config.model.options.num_kv_heads //= 2
     if size == '9b_2b':
         sizes = {f'encoder_{name}': value for name, value in GEMMA_9B.items()}
         config.model.options.update(sizes, encoder_num_kv_heads=8)
@@ -67,7 +66,7 @@ def get_config(size: str = '2b'):
     return config
 
 
-def from_nothing(size: str):
+def from_scratch(size: str):
     """Return small_c4.py or tiny.py with T5Gemma's layers."""
     config = small_c4.get_config() if size == 'small' else tiny.get_config()
     config.model.module = 't5gemma'

@@ -5,18 +5,18 @@
 
 Reproduces: the pretraining of Tay et al. 2022 (google-research/ul2), a mixture of seven denoisers on
 C4; tasks/objectives.py lists them. Inputs begin with a mode, [NLU], [NLG] or [S2S], which is plain
-text to the vocabulary; also put one before the inputs of fine-tuning and of inference. Batch and
+text to the vocabulary; also put one before the inputs for fine-tuning and inference. Batch and
 lengths are the model card's. Flan-UL2 needs no mode. `flan` describes its model.
 `tiny` is the model of tiny.py with silu, and learns the seven denoisers on the same text.
 T5X: the model's gin, gs://scenic-bucket/ul2/ul220b/config.gin, is not in the repository. The sizes
-are those of the model cards: the shape of T5 1.1 with silu instead of gelu. The objective is that of
-the paper's appendix 9.2.
+are the model cards': the shape of T5 1.1 with silu instead of gelu. The objective follows the paper's
+appendix 9.2.
 Checkpoints: gs://scenic-bucket/ul2/ul220b/checkpoint_{1870000,2050000,2650000}, and
 gs://scenic-bucket/ul2/flan-ul220b-v3 at step 2283000.
 Vocabulary: gs://t5-data/vocabs/cc_all.32000/sentencepiece.model.
-Hardware and time: 1.7e23 FLOPs, 230,000 hours of a GPU that sustains 200 TFLOP/s; tiny takes two CPU cores
-a few minutes.
-Number to expect: none is published for the loss; of tiny, docs/results.md has it.
+Hardware and time: 1.7e23 FLOPs, 230,000 hours of a GPU that sustains 200 TFLOP/s; tiny takes a few minutes
+on two CPU cores.
+Number to expect: none is published for the loss; docs/results.md has the loss of tiny.
 """
 
 from configs import base, tiny

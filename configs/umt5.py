@@ -6,7 +6,7 @@ Reproduces: the pretraining of Chung et al. 2023, span corruption on mC4. Each l
 table of relative positions. To fine-tune, use dropout 0.1, 512 and 512 tokens, batch 64 and a
 constant rate of 5e-4 (t5x/examples/scalable_t5/umt5/runs/finetuning_common.gin).
 Data: as in mt5.py. The rates are mT5's; UniMax's rates depend on the characters of each language
-and are not published as numbers: write a mixture with yours into data.module.
+and are not published as numbers: write a mixture with yours in data.module.
 T5X: t5x/examples/scalable_t5/umt5/pretrain_SIZE.gin and runs/pretraining_common.gin.
 Checkpoints: gs://t5-data/pretrained_models/t5x/umt5/SIZE/checkpoint_1000000 for small, base, xl and
 xxl. Each array holds the stacked parameters of all layers.

@@ -8,7 +8,7 @@ Reproduces: t5x/examples/t5/t5_1_1/examples/base_wmt_from_scratch.gin: 50,000 st
 with the pretraining schedule, a checkpoint every 5,000 steps, and decoding with four beams. T5X
 decodes the validation split every 500 steps, this run every 5,000, and T5X splits the model over two
 devices: --config.mesh.model=2.
-Data: as in configs/wmt.py. Without data.vocabulary a vocabulary is trained on its texts.
+Data: as in configs/wmt.py. Without data.vocabulary, a vocabulary is trained on these texts.
 Hardware and time: 2.3e18 FLOPs, 3.2 hours on a GPU that sustains 200 TFLOP/s, and the decoding.
 Number to expect: none is published for this run. T5 base without pretraining has BLEU 25.86 on
 newstest2013 after 262,144 steps (Raffel et al. 2020, Table 1).

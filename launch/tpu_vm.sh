@@ -5,10 +5,10 @@
 #     launch/tpu_vm.sh run t5 us-west4-a --config=configs/small_c4.py --workdir=gs://BUCKET/runs/small_c4
 #     launch/tpu_vm.sh delete t5 us-west4-a
 #
-# REPOSITORY is what the VMs clone. The workdir is in a bucket that their service account may write, or on
-# a disk that all of them see. JAX asks the VM for the other processes of its slice: no flag names them.
-# `run` starts or continues a run; what process 0 prints is in run.log on the first VM, and here. A VM that
-# is maintained or preempted ends all processes with status 1: the same command resumes.
+# The VMs clone REPOSITORY. The workdir is in a bucket that their service account may write, or on a disk
+# that all of them share. JAX asks the VM for the other processes of its slice: no flag names them. `run`
+# starts or continues a run; the output of process 0 is in run.log on the first VM, and here. If a VM is
+# maintained or preempted, all processes end with status 1: the same command resumes the run.
 set -eu
 if [ $# -lt 3 ]; then
   sed -n '4,6s/# *//p' "$0" >&2

@@ -44,10 +44,10 @@ class Importer(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         plain = self.name.removeprefix(PREFIX)
-        loaded = plain if IN_CHECKOUT else PREFIX + plain
-        if self.name == loaded:
+        real_name = plain if IN_CHECKOUT else PREFIX + plain
+        if self.name == real_name:
             return super().exec_module(module)
-        sys.modules[self.name] = importlib.import_module(loaded)
+        sys.modules[self.name] = importlib.import_module(real_name)
 
     def get_code(self, fullname: str) -> CodeType:
         """Compile `import tasks.open` as `import t5_in_haiku.tasks.open, t5_in_haiku.tasks as tasks`."""

@@ -1,7 +1,7 @@
 """Direct preference optimization: an objective whose pairs share a row, and their loss.
 
-A pair is two examples with the same inputs: the chosen answer, then the rejected one. Both bring the margin of the
-reference: the log-likelihood of the chosen answer minus that of the rejected one. tiny_preferences.py trains with it.
+A pair is two examples with the same inputs: the chosen answer, then the rejected one. Both have the reference's margin:
+its log-likelihood of the chosen answer minus the one of the rejected answer. tiny_preferences.py trains with it.
 
 Source: Rafailov et al. 2023 (DPO) equation 7; Azar et al. 2023 (IPO) equation 17; Mitchell 2023 (label smoothing).
 """

@@ -10,7 +10,7 @@
     python examples/preferences/pairs.py chosen/pairs-score.jsonl rejected/pairs-score.jsonl
     python main.py --config=examples/preferences/tiny_preferences.py
 
-Reproduces: no published run. The reference is the model at the start, whose scores scored.jsonl has.
+Reproduces: no published run. The reference is the initial model; scored.jsonl has its scores.
 Hardware and time: two CPU cores, half a minute; the runs before take five.
 Number to expect: of the held-out pairs, the share whose chosen answer is more likely rises from 0.29 to 1.00 (preferred).
 """

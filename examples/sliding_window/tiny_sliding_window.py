@@ -1,9 +1,9 @@
-"""configs/tiny.py with the window of sliding_window.py, which lies beside this file.
+"""configs/tiny.py with the window of sliding_window.py, in this folder.
 
     python main.py --config=examples/sliding_window/tiny_sliding_window.py
 
 Reproduces: no published run. It shows how one method changes what attention sees, and an option.
-Hardware and time: as configs/tiny.py.
+Hardware and time: as for configs/tiny.py.
 Number to expect: not measured.
 """
 

@@ -1,10 +1,10 @@
-"""configs/tiny.py with the activation of squared_relu.py, which lies beside this file.
+"""configs/tiny.py with the activation of squared_relu.py, in this folder.
 
     python main.py --config=examples/squared_relu/tiny_squared_relu.py
 
-Reproduces: no published run. It shows how a run has its own model, and its own settings, outside of
-the checkout's files. Evaluation, inference and the checkpoints are those of any run.
-Hardware and time: as configs/tiny.py.
+Reproduces: no published run. It shows how a run gets a model and settings from outside of the checkout's
+files. Evaluation, inference and checkpoints work as in any run.
+Hardware and time: as for configs/tiny.py.
 Number to expect: not measured.
 """
 
