@@ -39,7 +39,9 @@ def report(error: BaseException, of: str = '') -> None:
         speaker = f'main.py: {of}: ' if of else 'main.py: '
         print(f'{speaker}{one_line(error)}', file=sys.stderr)
         for note in getattr(error, '__notes__', ()):
-            if 'JAX_TRACEBACK_FILTERING' not in note:  # JAX's note on a traceback that is not printed
+            if (
+                'JAX_TRACEBACK_FILTERING' not in note
+            ):  # JAX's note on a traceback that is not printed
                 print(f'main.py: {note}', file=sys.stderr)
 
 
