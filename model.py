@@ -108,7 +108,7 @@ class T5Config:
 
     @property
     def parts(self) -> 'Parts':
-        """What the model is made of."""
+        """The classes and functions that the model computes with."""
         return self.family.parts
 
     def __post_init__(self):

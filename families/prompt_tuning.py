@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+import model
+import partition
 from messages import Refused
 
 PROMPT = 'prompt/embedding'  # the path of the parameter
@@ -44,7 +46,10 @@ def initial_adapters(config, read, vocabulary, seed):
     """Return {path: array} of the initial prompt."""
     length = config.options.length
     texts = list(map(str, config.options.texts))
-    table_vD = read('token_embedder/embedding')
+    table = 'token_embedder/embedding'
+    if f'encoder/{table}' in model.shapes(config):
+        table = f'encoder/{table}'
+    table_vD = embedded(config, read(table))
     end = min(FIRST_PIECE + MOST_FREQUENT, vocabulary.size, len(table_vD))
     rng = np.random.default_rng(seed)
     pieces = rng.choice(np.arange(FIRST_PIECE, end), length, replace=end - FIRST_PIECE < length)
@@ -56,6 +61,18 @@ def initial_adapters(config, read, vocabulary, seed):
             )
         prompt_PD[i] = np.mean(table_vD[np.array(ids)], axis=0, dtype=np.float32)
     return {PROMPT: prompt_PD}
+
+
+def embedded(config, table_vD):
+    """Return the float32 embeddings of all tokens in the encoder, which T5Gemma multiplies by sqrt(emb_dim)."""
+    encoder = dataclasses.replace(config.family.encoder_config(config), dtype='float32')
+
+    def embed(table_vD):
+        return encoder.parts.embedder(encoder, jnp.arange(len(table_vD))[None], table_vD)[0]
+
+    pure = hk.transform(embed)
+    apply = lambda table_vD: pure.apply(pure.init(None, table_vD), None, table_vD)  # noqa: E731
+    return np.asarray(partition.one_device(apply, P('model'))(table_vD))
 
 
 def modules(family):

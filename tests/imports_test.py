@@ -46,7 +46,7 @@ CORE = {
     'main': 76,
     'train': 259,
     'loop': 304,
-    'model': 892,
+    'model': 895,
     'family': 90,
     'kernels': 284,
     'kernels_gpu': 97,

@@ -34,13 +34,13 @@ import partition
 import state_names
 import train
 from configs import base
-from families import lora
+from families import lora, prompt_tuning
 from formats import gemma, own_model, write_hugging_face
 from formats.names import translate
 from messages import Refused
 from modes import convert
 from prepare import make_spec
-from vocabulary import Ends
+from vocabulary import ByteVocabulary, Ends
 
 pytestmark = pytest.mark.usefixtures('highest_precision')
 ROOT = pathlib.Path(__file__).parents[2]
@@ -706,8 +706,18 @@ def test_a_prompt(module):
     config.options.update(length=3)
     if module == 't5gemma':
         config.options.encoder_emb_dim = 24
-    shapes = model.shapes(own_model.load(config))
-    assert shapes['prompt/embedding'] == (3, 24 if module == 't5gemma' else 16)
+    config = own_model.load(config)
+    width = 24 if module == 't5gemma' else 16
+    assert model.shapes(config)['prompt/embedding'] == (3, width)
+    params = random_params(config)
+    read = params.__getitem__
+    [prompt] = prompt_tuning.initial_adapters(config, read, ByteVocabulary(), seed=0).values()
+    table = (
+        'encoder/token_embedder/embedding' if module == 't5gemma' else 'token_embedder/embedding'
+    )
+    embeddings = params[table] * width**0.5
+    distances = np.abs(prompt[:, None] - embeddings[None]).max(axis=-1)
+    assert (distances.min(axis=1) < 1e-5).all()
 
 
 @pytest.mark.slow
