@@ -221,7 +221,7 @@ class T5:
             from formats.hugging_face import ARGUMENTS_OF_GENERATE
 
             if name in ARGUMENTS_OF_GENERATE:
-                raise Refused(f'{name} is for transformers: {ARGUMENTS_OF_GENERATE[name]}')
+                raise Refused(f"{name} is transformers' option: {ARGUMENTS_OF_GENERATE[name]}")
         if allowed is not None:
             changes['allowed'] = allowed
         decoding = dataclasses.replace(options, **changes)  # type: ignore[arg-type]
