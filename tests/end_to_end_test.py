@@ -122,7 +122,7 @@ def test_a_run_ends_after_its_epochs(tmp_path, capsys):
     (tmp_path / 'run' / 'metrics.jsonl').write_text(without_evaluation)  # a signal ended it
     run(config, tmp_path / 'run')
     text = capsys.readouterr().out
-    assert 'train.epochs=2 are over' in text
+    assert 'train.epochs=2 ended at step' in text
     assert text.endswith('; a larger --config.train.epochs continues.\n')
     assert metrics_of(tmp_path / 'run') == lines
 
