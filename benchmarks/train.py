@@ -5,8 +5,7 @@
         [--steps=10] [--rounds=3] [--t5x=FOLDER [--t5x_python=PYTHON]]
 
 Trains T5 1.1 with dropout 0.1 on sequences of 512 inputs and 114 targets. The contenders take turns,
-each in a new process: six steps that are not counted (programs are compiled, our stream reads its
-windows), then `steps` that are.
+each in a new process: two steps that are not counted (programs are compiled), then `steps` that are.
 
     ours            the work of main.py between two lines of metrics: documents of pydoc become packed
                     rows while the device computes; the step with its metrics; all of them are
@@ -74,7 +73,7 @@ TINY = dict(
     emb_dim=64, num_heads=2, head_dim=32, mlp_dim=128, num_encoder_layers=2, num_decoder_layers=2
 )
 DROPOUT_RATE = 0.1
-WARM_UP_STEPS = 6  # during the first ones, our stream reads its windows on the same cores
+WARM_UP_STEPS = 2
 GPU_WORKERS = 4  # processes for our batches
 
 FLAGS = flags.FLAGS
