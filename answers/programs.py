@@ -17,6 +17,7 @@ from vocabulary import Ends
 Batch = Mapping[str, jax.Array]
 Parameters = Mapping[str, jax.Array]
 
+LOGITS_KERNEL = 'decoder/logits_dense/kernel'
 # The kernels that a decoding step uses: all but the inputs' keys and values.
 STEP_KERNELS = (
     r'decoder/(layers_\d+/(?!encoder_decoder_attention/(key|value)/).+|logits_dense)/kernel'
@@ -114,6 +115,6 @@ def step_kernels(config: T5Config, paths: Iterable[str]) -> dict[str, str]:
     if config.module or config.lora_rank:
         return {}
     dtypes = {path: config.dtype for path in paths if re.fullmatch(STEP_KERNELS, path)}
-    return dtypes | dict.fromkeys(
-        dtypes.keys() & {'decoder/logits_dense/kernel'}, config.logits_dtype
-    )
+    if LOGITS_KERNEL in dtypes:
+        dtypes[LOGITS_KERNEL] = config.logits_dtype
+    return dtypes

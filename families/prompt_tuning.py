@@ -49,7 +49,7 @@ def initial_adapters(config, read, vocabulary, seed):
     table = 'token_embedder/embedding'
     if f'encoder/{table}' in model.shapes(config):
         table = f'encoder/{table}'
-    table_vD = embedded(config, read(table))
+    table_vD = read(table)
     end = min(FIRST_PIECE + MOST_FREQUENT, vocabulary.size, len(table_vD))
     rng = np.random.default_rng(seed)
     pieces = rng.choice(np.arange(FIRST_PIECE, end), length, replace=end - FIRST_PIECE < length)
@@ -60,19 +60,19 @@ def initial_adapters(config, read, vocabulary, seed):
                 f'model.options.texts[{i}]={texts[i]!r} has no pieces: leave it out, or write its words'
             )
         prompt_PD[i] = np.mean(table_vD[np.array(ids)], axis=0, dtype=np.float32)
-    return {PROMPT: prompt_PD}
+    return {PROMPT: embedded(config, prompt_PD)}
 
 
-def embedded(config, table_vD):
-    """Return the float32 embeddings of all tokens in the encoder, which T5Gemma multiplies by sqrt(emb_dim)."""
+def embedded(config, rows_PD):
+    """Return rows of the token table as the encoder reads them, float32: T5Gemma multiplies by sqrt(emb_dim)."""
     encoder = dataclasses.replace(config.family.encoder_config(config), dtype='float32')
 
-    def embed(table_vD):
-        return encoder.parts.embedder(encoder, jnp.arange(len(table_vD))[None], table_vD)[0]
+    def embed(rows_PD):
+        return encoder.parts.embedder(encoder, jnp.arange(len(rows_PD))[None], rows_PD)[0]
 
     pure = hk.transform(embed)
-    apply = lambda table_vD: pure.apply(pure.init(None, table_vD), None, table_vD)  # noqa: E731
-    return np.asarray(partition.one_device(apply, P('model'))(table_vD))
+    apply = lambda rows_PD: pure.apply(pure.init(None, rows_PD), None, rows_PD)  # noqa: E731
+    return np.asarray(partition.one_device(apply, P('model'))(rows_PD))
 
 
 def modules(family):
